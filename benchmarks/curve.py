@@ -1,0 +1,120 @@
+"""Curve: seconds per token against position, up to 512 tokens. Stage 1 grows with the length, stage 2 hardly.
+
+    python -m benchmarks.curve                 # sampled at a few positions: one minute
+    python -m benchmarks.curve --every-token   # really makes all 512 tokens in each engine: minutes on a CPU
+
+At a sampled position p the sequence already has p tokens, and the step that makes the next one is timed. The sum over
+all positions is interpolated between the samples; with --every-token it is measured.
+"""
+
+import argparse
+import sys
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+from .common import default_device, engines, environment, label, results_folder, run_worker, write_json
+from .plots import draw_curve
+
+POSITIONS = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.curve",
+        description="Time of one token against its position, for stage 1, stage 2 and transformers.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--model", default="smollm2-135m", help="a name (smollm2-135m, tiny) or a folder")
+    p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
+    p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
+    p.add_argument("--samples", type=int, default=3, help="runs per engine; the median counts")
+    p.add_argument("--positions", type=int, nargs="+", default=POSITIONS, help="where to measure")
+    p.add_argument("--every-token", action="store_true", help="make all tokens up to the last position")
+    p.add_argument("--engines", nargs="+", default=engines()[:3], choices=engines(), help="lines of the figure")
+    p.add_argument("--out", type=Path, help="folder for curve.json and curve.png; left out: benchmarks/results/...")
+    return p
+
+
+STEPS = 4  # tokens per sampled position: the first is the prompt's, the others are steps
+
+
+def prompt(length: int) -> list[int]:
+    """Ids that every vocabulary has; what they say does not matter for the time."""
+    return [3 + (i * 7) % 200 for i in range(length)]
+
+
+def measure_sampled(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
+    """Step times at each position, from short runs on prompts of that length."""
+    job = {name: getattr(args, name) for name in ("model", "device", "dtype", "samples")}
+    job |= {"prompts": [prompt(p - 1) for p in args.positions], "max_tokens": STEPS}
+    result = run_worker(engine, job, bar.update)
+    steps = [[_gaps(sample["runs"][i])[0] for sample in result["samples"]] for i in range(len(args.positions))]
+    middle = [median(times) for times in steps]
+    return _row(engine, result, args.positions, middle, steps, _integrate(args.positions, middle))
+
+
+def measure_every_token(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
+    """One run up to the last position; the times at the positions are read off it, their sum is measured."""
+    start, end = 4, max(args.positions)
+    job = {name: getattr(args, name) for name in ("model", "device", "dtype")} | {"samples": 1}
+    job |= {"prompts": [prompt(start)], "max_tokens": end - start}
+    result = run_worker(engine, job, bar.update)
+    run = result["samples"][0]["runs"][0]
+    gaps, positions = _gaps(run), [p for p in args.positions if p - start + 4 < end - start and p > start + 4]
+    near = [gaps[p - start - 4 : p - start + 4] for p in positions]
+    in_all = [run["token_times"][p - start] for p in positions]
+    return _row(engine, result, positions, [median(times) for times in near], near, in_all)
+
+
+def _gaps(run: dict) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(run["token_times"])]
+
+
+def _row(engine: str, result: dict, positions: list[int], middle: list, steps: list, in_all: list) -> dict:
+    return {
+        "engine": engine,
+        "dtype": result["dtype"],
+        "attention_backend": result["attention_backend"],
+        "positions": positions,
+        "milliseconds": [1000 * t for t in middle],
+        "milliseconds_range": [[1000 * min(times), 1000 * max(times)] for times in steps],
+        "seconds_in_all": in_all,
+        "samples": steps,
+    }
+
+
+def _integrate(positions: list[int], seconds: list[float]) -> list[float]:
+    """Seconds for all tokens up to each position, by the trapezoid rule from position 0."""
+    total, at, last = [], 0, seconds[0]
+    for position, value in zip(positions, seconds, strict=True):
+        total.append((total[-1] if total else 0.0) + (position - at) * (value + last) / 2)
+        at, last = position, value
+    return total
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    args.positions.sort()
+    measure = measure_every_token if args.every_token else measure_sampled
+    per_engine = max(args.positions) if args.every_token else args.samples * len(args.positions) * STEPS
+    with tqdm(total=per_engine * len(args.engines), unit="tok", desc="Curve") as bar:
+        rows = [measure(engine, args, bar) for engine in args.engines]
+    device = args.device or default_device()
+    out, name = args.out or results_folder(device), "curve-every-token" if args.every_token else "curve"
+    job = {"model": args.model, "every_token": args.every_token, "samples": args.samples}
+    document = {"environment": environment(device), "job": job, "rows": rows}
+    write_json(out / f"{name}.json", document)
+    draw_curve(document, out / f"{name}.png")
+    for row in rows:
+        last = row["positions"][-1]
+        step, total = row["milliseconds"][-1], row["seconds_in_all"][-1]
+        print(f"{label(row['engine']):>14}: {step:8.2f} ms a token at {last}, {total:8.2f} s for all {last}")
+    print(f"Written: {out / name}.json and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

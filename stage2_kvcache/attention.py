@@ -1,0 +1,107 @@
+"""Attention: the one place where tokens look at each other.
+
+For one sequence, with q, k and v of this step's tokens and the K and V of all earlier ones in the cache:
+
+    out_t = sum over s <= t of softmax_s(q_t . k_s / sqrt(head_dim)) * v_s
+
+Every token sees itself and what came before it. The last of the queries sees everything, so the causal mask is aligned
+to the bottom right. With one query (decode) there is nothing to hide, and a wrong mask would not show:
+
+    3 queries, 5 keys        # # # . .        Query heads share key-value heads in groups (GQA): with 9 query and
+    (2 tokens were           # # # # .        3 KV heads, query heads 0-2 read KV head 0, and so on.
+    computed before)         # # # # #
+
+Backends have one signature, (q, k, v, kv, metadata) -> out, and the same result:
+
+    torch       F.scaled_dot_product_attention; runs anywhere; the reference
+    flash_attn  the flash-attn package; a GPU and a 16-bit dtype
+
+Source: Attention Is All You Need, section 3.2 (arXiv 1706.03762); GQA (arXiv 2305.13245).
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What attention must know of this step: how many tokens it computes, and how many there are with the earlier ones.
+
+    The step's tokens are the last `query_len` of the sequence, so they lie at seq_len - query_len ... seq_len - 1.
+    """
+
+    query_len: int
+    seq_len: int
+
+    @property
+    def attention_pairs(self) -> int:
+        """Causal query-key pairs of this step, counted once, not per layer or head."""
+        seen_before = self.query_len * (self.seq_len - self.query_len)
+        return seen_before + self.query_len * (self.query_len + 1) // 2
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata) -> None:
+    """Store this step's k and v [T, num_kv_heads, head_dim] behind the earlier ones. kv: [2, max_len, heads, dim]."""
+    start, end = metadata.seq_len - metadata.query_len, metadata.seq_len
+    kv[0, start:end] = k
+    kv[1, start:end] = v
+
+
+def causal_mask(metadata: AttentionMetadata, device: torch.device) -> torch.Tensor:
+    """True where a query may look, aligned to the bottom right: [query_len, seq_len]."""
+    ones = torch.ones(metadata.query_len, metadata.seq_len, dtype=torch.bool, device=device)
+    return ones.tril(metadata.seq_len - metadata.query_len)
+
+
+def attend_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], kv the layer's cache -> as q."""
+    write_kv(k, v, kv, metadata)
+    k, v = kv[:, : metadata.seq_len]  # [seq_len, num_kv_heads, head_dim] each: written slots only
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T or seq_len, head_dim]
+    whole = metadata.query_len == metadata.seq_len
+    mask = None if whole or metadata.query_len == 1 else causal_mask(metadata, q.device)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def attend_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """As attend_torch, by flash-attn's kernel, which never writes the T x T score matrix to memory."""
+    from flash_attn import flash_attn_with_kvcache
+
+    write_kv(k, v, kv, metadata)
+    return flash_attn_with_kvcache(q[None], kv[:1], kv[1:], cache_seqlens=metadata.seq_len, causal=True)[0]
+
+
+BACKENDS = {"torch": attend_torch, "flash_attn": attend_flash}
+
+
+def flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why flash-attn cannot be used here, or None when it can."""
+    if device.type != "cuda":
+        return "flash_attn needs a GPU"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "flash_attn needs a GPU of compute capability 8.0 or more"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash_attn needs float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > 256 or head_dim % 8:
+        return f"flash_attn needs a head_dim up to 256 in steps of 8, not {head_dim}"
+    return None
+
+
+def choose_backend(requested: str | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The backend to use and the reason. Raises ValueError when the requested one cannot run here."""
+    obstacle = flash_attn_obstacle(device, dtype, head_dim)
+    if requested == "flash_attn" and obstacle:
+        raise ValueError(f"attention_backend='flash_attn': {obstacle}; leave it out, or say 'torch'")
+    if requested:
+        return requested, "asked for"
+    return ("torch", obstacle) if obstacle else ("flash_attn", "fastest here")

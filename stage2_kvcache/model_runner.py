@@ -1,0 +1,68 @@
+"""Model runner: one step on the device. Build the inputs, run the model, sample.
+
+Stage 2 keeps K and V: the first step (prefill) computes all tokens of the prompt, each later one (decode) only the
+token that was sampled last. A prompt of p tokens and m new ones cost p + m - 1 tokens of work.
+"""
+
+import time
+
+import torch
+
+from .attention import AttentionMetadata
+from .kv_cache import KVCache
+from .metrics import Metrics, StepRecord
+from .model import CausalLM
+from .sampling import Logprob, sample, top_logprobs
+from .sequence import Sequence
+from .tokenizer import Tokenizer
+
+
+class ModelRunner:
+    """Owns the model on its device and the KV cache. `run` takes a sequence and returns its next token."""
+
+    def __init__(
+        self, model: CausalLM, kv_cache: KVCache, device: torch.device, tokenizer: Tokenizer, metrics: Metrics
+    ):
+        self.model = model
+        self.kv_cache = kv_cache
+        self.device = device
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+
+    @torch.inference_mode()
+    def run(self, seq: Sequence) -> int:
+        """One forward pass over the tokens not computed yet; returns the token sampled after its last one."""
+        start = time.perf_counter()
+        input_ids, positions, metadata = self.prepare(seq)
+        prepared = time.perf_counter()
+        hidden = self.model(input_ids, positions, self.kv_cache.data, metadata)  # [T, hidden]
+        logits = self.model.compute_logits(hidden[-1:])  # [1, vocab]: only the last token's successor is unknown
+        forwarded = time.perf_counter()
+        token_id = sample(logits, [seq]).item()
+        if seq.params.logprobs is not None:
+            seq.logprobs.append(self.describe(logits[0], token_id, seq.params.logprobs))
+        seconds = {
+            "prepare": prepared - start,
+            "forward": forwarded - prepared,
+            "sample": time.perf_counter() - forwarded,
+        }
+        tokens = {seq.request_id: len(input_ids)}
+        kv_tokens = {"kv_tokens_reserved": self.kv_cache.max_len, "kv_tokens_used": metadata.seq_len}
+        self.metrics.record(
+            StepRecord(self.metrics.steps, start, tokens, metadata.attention_pairs, seconds, **kv_tokens)
+        )
+        seq.num_computed_tokens = metadata.seq_len
+        return token_id
+
+    def prepare(self, seq: Sequence) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+        """Inputs of this step: input_ids [T] and positions [T] of the tokens not computed yet, int64."""
+        self.kv_cache.claim(seq)
+        start = seq.num_computed_tokens
+        input_ids = torch.tensor(seq.token_ids[start:], device=self.device)
+        positions = torch.arange(start, seq.num_tokens, device=self.device)
+        return input_ids, positions, AttentionMetadata(query_len=len(input_ids), seq_len=seq.num_tokens)
+
+    def describe(self, logits: torch.Tensor, token_id: int, count: int) -> dict[int, Logprob]:
+        """The logprobs entry of one output token: the `count` best and the chosen one, by id."""
+        rows = top_logprobs(logits, token_id, count)
+        return {i: Logprob(logprob, rank, self.tokenizer.token_text(i)) for i, logprob, rank in rows}

@@ -1,0 +1,1 @@
+"""Tests of what holds across stages. Each stage's own tests lie in its folder, so that they travel with it."""

@@ -1,0 +1,98 @@
+"""The benchmarks run, count what they claim to count, and write files that say where the numbers come from."""
+
+import json
+
+import pytest
+
+from benchmarks import compare, curve, gap
+from benchmarks.common import REFERENCE, colour, engines, run_worker, stages
+
+SMALL = ["--model", "tiny", "--device", "cpu", "--samples", "1"]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory) -> dict:
+    """One small comparison of everything there is, as a user would run it."""
+    out = tmp_path_factory.mktemp("compare")
+    assert compare.main([*SMALL, "--max-tokens", "8", "--out", str(out)]) == 0
+    assert (out / "compare.png").stat().st_size > 5000
+    return json.loads((out / "compare.json").read_text())
+
+
+def test_every_engine_has_a_row(document):
+    """A stage that is in the tree and not in the table would be a silent omission."""
+    assert [row["engine"] for row in document["rows"]] == engines() == [REFERENCE, *stages()]
+
+
+def test_all_rows_made_the_same_tokens(document):
+    """Greedy tokens of tiny in float32 are the same everywhere, and they vary."""
+    assert document["differences"] == []
+    runs = document["results"][REFERENCE]["samples"][0]["runs"]
+    assert all(len(set(run["token_ids"])) > 2 for run in runs)
+
+
+def test_counters_of_the_table(document):
+    """Stage 1 forwards the sum, a cached engine p + m - 1; KV bytes are reserved and used tokens times bytes."""
+    lengths = [len(ids) for ids in document["results"][REFERENCE]["prompt_token_ids"]]
+    rows = {row["engine"]: row for row in document["rows"]}
+    cached = sum(p + 8 - 1 for p in lengths)
+    assert rows["stage1_naive"]["tokens_forwarded"] == sum(p + i for p in lengths for i in range(8))
+    assert rows["stage2_kvcache"]["tokens_forwarded"] == rows[REFERENCE]["tokens_forwarded"] == cached
+    assert rows["stage1_naive"]["kv_bytes_reserved"] == 0
+    per_token = 2 * 2 * 2 * 64 * 4
+    assert rows["stage2_kvcache"]["kv_bytes_used"] == rows[REFERENCE]["kv_bytes_used"] == (max(lengths) + 7) * per_token
+    assert rows["stage2_kvcache"]["kv_bytes_reserved"] == 2048 * per_token
+
+
+def test_result_says_where_it_comes_from(document):
+    """A number without device, versions, date and command cannot be judged."""
+    env = document["environment"]
+    assert env["device"] == "cpu" and env["device_name"] and env["versions"]["torch"]
+    assert env["date"].startswith("20") and env["command"].startswith("python -m benchmarks.")
+    assert len(document["results"]["stage2_kvcache"]["samples"]) == 1
+
+
+def test_curve_writes_positions_and_sums(tmp_path):
+    """The figure's data: one time per position, and a sum that grows."""
+    arguments = ["--positions", "8", "24", "--engines", "stage2_kvcache", "--out", str(tmp_path)]
+    assert curve.main([*SMALL, *arguments]) == 0
+    (row,) = json.loads((tmp_path / "curve.json").read_text())["rows"]
+    assert row["positions"] == [8, 24] and len(row["milliseconds"]) == 2
+    assert 0 < row["seconds_in_all"][0] < row["seconds_in_all"][1]
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_a_difference_is_judged_by_the_gap():
+    """Only a near tie can be turned by rounding; a longer or shorter output is a difference too."""
+    assert gap.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert gap.first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert gap.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_wrong_tokens_are_reported_and_fail(document):
+    """A stage that writes another text must not pass as rounding."""
+    results = json.loads(json.dumps(document["results"]))
+    run = results["stage2_kvcache"]["samples"][0]["runs"][1]
+    run["token_ids"][3] = (run["token_ids"][3] + 1) % 250
+    differences = compare.check_same(results, compare.model_folder("tiny"))
+    assert [(d["engine"], d["prompt"], d["output_position"]) for d in differences] == [("stage2_kvcache", 1, 3)]
+    assert not compare.print_agreement(differences, 3)
+
+
+def test_a_failing_engine_says_why():
+    """The worker's own error must reach the user."""
+    with pytest.raises(RuntimeError, match="no such folder"):
+        run_worker("stage1_naive", {"model": "no-such-model", "prompts": ["x"], "max_tokens": 2, "samples": 1}, print)
+
+
+def test_colours_are_fixed_and_differ():
+    """One colour per stage, in every figure."""
+    assert len({colour(engine) for engine in engines()}) == len(engines())
+
+
+@pytest.mark.parametrize("arguments", [["--samples", "0"], ["--model", "no-such-model"], ["--engines", "vllm-9"]])
+def test_bad_arguments_end_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        compare.main(arguments)
+    assert exit_info.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

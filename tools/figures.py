@@ -1,0 +1,161 @@
+"""Figures in the texts: every measured number in a README is drawn from a result file by this script.
+
+    python tools/figures.py            # rewrite the blocks from the JSON files
+    python tools/figures.py --check    # only say which are out of date (a test runs this)
+
+A block stands between two comments, `<!-- begin NAME ARGUMENTS -->` and `<!-- end NAME -->`; NAME is a function below.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- begin ([\w-]+)([^>]*) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
+
+
+def source(document: dict) -> str:
+    """The line under each block: where and when the numbers were measured, and how to measure them again."""
+    env = document["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
+    return f"*{env['device_name']}, {versions}, {env['date'][:10]}: `{env['command']}`*\n"
+
+
+def load(path: str) -> dict:
+    return json.loads((ROOT / path).read_text())
+
+
+def table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A Markdown table; all columns but the first `left` are right-aligned."""
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows]) + "\n"
+
+
+def name_of(engine: str) -> str:
+    number, _, words = engine.removeprefix("stage").partition("_")
+    return f"stage {number}, {words}" if words else engine
+
+
+def picture(page: Path, path: str, alt: str) -> str:
+    return f"![{alt}]({os.path.relpath(ROOT / path, page.parent)})\n"
+
+
+def compare(page: Path, path: str) -> str:
+    """The side-by-side table and its picture."""
+    document = load(path)
+    header = [
+        "engine",
+        "tokens",
+        "seconds",
+        "tokens/s",
+        "TTFT, ms",
+        "tokens forwarded",
+        "KV reserved, MB",
+        "KV used, MB",
+    ]
+    rows = []
+    for row in document["rows"]:
+        speed = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['ttft'] * 1000:.0f}"]
+        memory = [f"{row[key] / 2**20:.1f}" for key in ("kv_bytes_reserved", "kv_bytes_used")]
+        rows.append([name_of(row["engine"]), str(row["tokens"]), *speed, f"{row['tokens_forwarded']:,}", *memory])
+    image = picture(page, path.replace(".json", ".png"), "tokens per second, tokens forwarded and KV memory by engine")
+    return table(header, rows) + "\n" + image + "\n" + source(document)
+
+
+def curve(page: Path, path: str) -> str:
+    """Milliseconds per token at a few positions, and the picture."""
+    document = load(path)
+    header = ["milliseconds for the token at position", *map(str, document["rows"][0]["positions"])]
+    rows = [[name_of(row["engine"]), *(f"{ms:.1f}" for ms in row["milliseconds"])] for row in document["rows"]]
+    image = picture(page, path.replace(".json", ".png"), "time per token and in all against position")
+    return image + "\n" + table(header, rows) + "\n" + source(document)
+
+
+def curve_one(page: Path, engine: str, path: str) -> str:
+    """One engine's time per token at the first and last position, in a sentence."""
+    document = load(path)
+    (row,) = [row for row in document["rows"] if row["engine"] == engine]
+    first, last = row["milliseconds"][0], row["milliseconds"][-1]
+    low, high = row["positions"][0], row["positions"][-1]
+    return (
+        f"Measured: {first:.0f} ms for a token at position {low}, {last:.0f} ms at position {high}, "
+        f"{last / first:.0f} times as much.\n\n{source(document)}"
+    )
+
+
+def curve_ratio(page: Path, path: str) -> str:
+    """Seconds for all tokens, stage 1 against stage 2."""
+    document = load(path)
+    seconds = {row["engine"]: row["seconds_in_all"][-1] for row in document["rows"]}
+    position = document["rows"][0]["positions"][-1]
+    words = ", ".join(f"{name_of(engine)} {value:.1f} s" for engine, value in seconds.items())
+    naive, cached = (value for engine, value in seconds.items() if engine.startswith(("stage1", "stage2")))
+    return f"All tokens up to {position}: {words}. That is a factor of {naive / cached:.1f}.\n\n{source(document)}"
+
+
+def gallery(page: Path, path: str) -> str:
+    """The texts under each set of sampling parameters."""
+    document = load(path)
+    parts = []
+    for row in document["rows"]:
+        params = ", ".join(f"{key}={value!r}" for key, value in row["params"].items())
+        text = " ".join(row["text"].split()) or "(nothing)"
+        kind = "chat" if row["chat"] else "plain text"
+        parts.append(f'**{row["name"]}**: {row["see"]}. `{params}`; {kind}: "{row["prompt"]}"\n\n> {text}\n')
+    return "\n".join(parts) + "\n" + source(document)
+
+
+def lines(page: Path) -> str:
+    """Lines of each stage: the files that a lesson reads, the given ones, and the tests."""
+    given = {"tokenizer.py", "sampling.py", "checkpoint.py", "zoo.py", "inputs.py", "rope.py", "config.py"}
+    rows = []
+    for folder in sorted(ROOT.glob("stage[1-9]_*")):
+        count = {file.name: len(file.read_text().splitlines()) for file in folder.glob("*.py")}
+        to_read = sum(n for name, n in count.items() if name not in given)
+        tests = sum(len(file.read_text().splitlines()) for file in (folder / "tests").glob("*.py"))
+        rows.append([f"`{folder.name}`", f"{to_read:,}", f"{sum(count.values()) - to_read:,}", f"{tests:,}"])
+    return table(["lines of Python", "to read", "given, may be skipped", "tests"], rows)
+
+
+RENDERERS: dict[str, Callable[..., str]] = {
+    "compare": compare,
+    "curve": curve,
+    "curve-one": curve_one,
+    "curve-ratio": curve_ratio,
+    "gallery": gallery,
+    "lines": lines,
+}
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("stage*/README.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+def rendered(page: Path) -> str:
+    """The page with every block drawn anew."""
+
+    def redraw(match: re.Match) -> str:
+        begin, name, arguments, _, end = match.groups()
+        return begin + RENDERERS[name](page, *arguments.split()) + end
+
+    return BLOCK.sub(redraw, page.read_text())
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description="Draw the measured numbers of the READMEs from benchmarks/results.")
+    p.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    args = p.parse_args()
+    stale = [page for page in pages() if rendered(page) != page.read_text()]
+    for page in stale:
+        print(f"{'out of date' if args.check else 'rewritten'}: {page.relative_to(ROOT)}")
+        if not args.check:
+            page.write_text(rendered(page))
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
