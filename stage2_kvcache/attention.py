@@ -50,10 +50,10 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: Atten
     kv[1, start:end] = v
 
 
-def causal_mask(metadata: AttentionMetadata, device: torch.device) -> torch.Tensor:
+def causal_mask(query_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
     """True where a query may look, aligned to the bottom right: [query_len, seq_len]."""
-    ones = torch.ones(metadata.query_len, metadata.seq_len, dtype=torch.bool, device=device)
-    return ones.tril(metadata.seq_len - metadata.query_len)
+    ones = torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
+    return ones.tril(seq_len - query_len)
 
 
 def attend_torch(
@@ -64,7 +64,7 @@ def attend_torch(
     k, v = kv[:, : metadata.seq_len]  # [seq_len, num_kv_heads, head_dim] each: written slots only
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T or seq_len, head_dim]
     whole = metadata.query_len == metadata.seq_len
-    mask = None if whole or metadata.query_len == 1 else causal_mask(metadata, q.device)
+    mask = None if whole or metadata.query_len == 1 else causal_mask(metadata.query_len, metadata.seq_len, q.device)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, enable_gqa=True)
     return out[0].transpose(0, 1)
 

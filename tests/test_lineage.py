@@ -174,6 +174,7 @@ def test_check_names_a_shared_file_that_drifted(tree):
     [
         ("stage2_two/new.py", "n = 1\n", "stage2_two/new.py is new"),
         ("stage2_two/same.py", None, "stage2_two/same.py is missing"),
+        ("stage2_two/engine.py", None, "stage2_two/engine.py is missing, but lineage.toml lists engine.py as changed"),
         ("stage2_two/extra.py", None, "stage2_two/extra.py is missing"),
         ("stage1_one/extra.py", "e = 1\n", "stage1_one/extra.py exists"),
         ("stage3_three/tests/test_old.py", "z = 1\n", "stage3_three/tests/test_old.py exists"),
@@ -219,7 +220,10 @@ def test_copy_stops_where_the_lesson_changes_the_file(tree):
     lines = lineage.copy(tree, "stage1_one/shared.py")
     assert (tree.root / "stage2_two/shared.py").read_text() == "x = 10\n"
     assert (tree.root / "stage3_three/shared.py").read_text() == "x = 3\n"
-    assert lines[-1] == "stopped before stage3_three, where shared.py is changed: The lesson of three."
+    assert (
+        lines[-1]
+        == "stopped before stage3_three, where shared.py is changed: The lesson of three. A mend goes in by hand there."
+    )
 
 
 def test_copy_stops_where_the_file_is_removed(tree):

@@ -12,22 +12,24 @@ plant one and look for it is an exercise ("break it: which test fails, and why")
 
 import argparse
 import ast
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from stages import ROOT, Tree
 
 SELF = "python tools/faults.py"
 SECONDS = 120  # for one run of pytest; the green side gets this for each of its tests
+SLOW_IMPORTS = ("pytest", "hypothesis", "torch", "transformers.models.qwen3.modeling_qwen3")
 
 
 @dataclass(frozen=True)
@@ -114,27 +116,52 @@ class Verdict:
 
 def run_tests(root: Path, stage: str, tests: list[str], fault: Fault | None = None) -> tuple[int, str]:
     """Run some tests of a stage in a copy of it, with a fault or without. Returns pytest's exit code and its output."""
-    with tempfile.TemporaryDirectory(prefix=f"{stage}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{stage}-", ignore_cleanup_errors=True) as folder:
         shutil.copytree(root / stage, Path(folder, stage), ignore=shutil.ignore_patterns("__pycache__", ".*"))
         if fault:
             path = Path(folder, stage, fault.file)
             path.write_text(fault.plant(path.read_text(encoding="utf-8")), encoding="utf-8")
         # -c and --rootdir: a configuration file above the temporary folder is none of ours.
         options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, "-vv" if fault is None else "-xq"]
-        command = [sys.executable, "-m", "pytest", *options, *(f"{stage}/{test}" for test in tests)]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=SECONDS * len(tests)
-            )
-        except subprocess.TimeoutExpired as error:
-            return -1, f"no end within {error.timeout:.0f} seconds"
-        return done.returncode, done.stdout + done.stderr
+        process = PROCESSES.Process(target=_pytest, args=(folder, [*options, *(f"{stage}/{test}" for test in tests)]))
+        process.start()
+        process.join(SECONDS * len(tests))
+        if process.is_alive():
+            process.kill()
+            return -1, f"no end within {SECONDS * len(tests)} seconds"
+        output, code = Path(folder, "output"), Path(folder, "code")
+        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else "pytest did not start"
+        return int(code.read_text()) if code.exists() else -1, text
 
 
-def _environment() -> dict[str, str]:
-    """One thread each, so that several run side by side, and no way back to this repository's modules."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
-    return environment | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def _processes() -> BaseContext:
+    """Where it is possible, new processes are forked from one that has imported the large packages already."""
+    context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+    if os.name == "posix":
+        context.set_forkserver_preload([*SLOW_IMPORTS])
+    return context
+
+
+PROCESSES = _processes()
+
+
+def _pytest(folder: str, arguments: list[str]) -> None:
+    """The process of `run_tests`: pytest in a folder, with no way back to this repository's modules."""
+    import pytest
+
+    os.chdir(folder)
+    sys.path[:] = [folder, *(path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT))]
+    for name in ("PYTHONPATH", "PYTEST_ADDOPTS"):
+        os.environ.pop(name, None)
+    sys.dont_write_bytecode = True
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # several of these run side by side
+    with open("output", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        code = pytest.main(arguments)
+        sys.stdout.flush()
+    Path(folder, "code").write_text(str(int(code)))
 
 
 def green_side(root: Path, stage: str, faults: list[Fault]) -> dict[str, str]:

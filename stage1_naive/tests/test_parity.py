@@ -4,6 +4,8 @@ Random weights find what a trained model hides: its biases are small, its attent
 text stays fluent with one wrong matrix. Tokens are compared under the rule of helpers.assert_same_greedy.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -89,22 +91,21 @@ def doubles(checkpoint):
     n=st.integers(1, 12),
 )
 def test_any_prompt_of_any_length(doubles, variant, prompt, n):
-    """In float64, where only the reference's own norms (fp32) round: an off-by-one at some length has no place to hide."""
+    """In float64, where only the reference's own norms (fp32) round, an off-by-one at some length cannot hide."""
     llm, model = doubles(variant)
     assert_same_logits(llm, model, prompt, n, rel=1e-5)
     assert_same_greedy(greedy(llm, prompt, n), *reference_greedy(model, prompt, n), bound=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
-def test_bfloat16_is_as_exact_as_it_can_be(variant, checkpoint):
-    """Against the fp32 truth, our bfloat16 errs no more than transformers' does; both follow the same tokens.
+def assert_bfloat16_parity(folder: Path, **options: object) -> None:
+    """Against the fp32 truth our bfloat16 errs no more than transformers' does; tokens differ only where it wavers.
 
-    Norms computed in 16 bits, or a table of angles rounded before cos and sin, err several times as much.
+    Norms computed in 16 bits, or frequencies rounded before they become angles, err several times as much.
     """
-    folder = checkpoint(variant)
-    llm = LLM(str(folder), device="cpu", dtype="bfloat16")
-    exact, coarse = reference_model(folder), reference_model(folder, torch.bfloat16)
-    ids = PROMPTS[2]
+    llm, ids = LLM(str(folder), dtype="bfloat16", **options), PROMPTS[2]
+    exact, coarse = (
+        reference_model(folder, dtype).to(llm.resolved.device) for dtype in (torch.float32, torch.bfloat16)
+    )
     tokens, ours = engine_logprobs(llm, ids, 16)
     truth, theirs = (reference_logits(model, [*ids, *tokens[:-1]])[-16:].log_softmax(-1) for model in (exact, coarse))
     our_error, their_error = (ours - truth).pow(2).mean().sqrt(), (theirs - truth).pow(2).mean().sqrt()
@@ -113,15 +114,16 @@ def test_bfloat16_is_as_exact_as_it_can_be(variant, checkpoint):
     assert_same_greedy(tokens, *reference_choices(coarse, ids, tokens), bound=0.1)
 
 
-CONVERSATION = [
-    "The capital of France is",
-    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
-    "用一句话介绍北京：",
-]
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_on_the_cpu(variant, checkpoint):
+    assert_bfloat16_parity(checkpoint(variant), device="cpu")
+
+
+REAL_PROMPTS = {"english": "The capital of France is", "code": "def add(a, b):", "chinese": "用一句话介绍北京："}
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("prompt", CONVERSATION, ids=["plain", "chat", "chinese"])
+@pytest.mark.parametrize("prompt", REAL_PROMPTS.values(), ids=REAL_PROMPTS)
 def test_default_model_says_what_transformers_says(prompt, smollm2, smollm2_reference):
     """64 greedy tokens of real weights; 9 query heads share 3 KV heads, and the head is tied."""
     ids = smollm2.tokenizer.encode(prompt)
@@ -147,14 +149,7 @@ def test_gpu_in_fp32(variant, checkpoint):
 @pytest.mark.parametrize("backend", ["torch", "flash_attn"])
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
 def test_gpu_in_bfloat16(variant, backend, checkpoint):
-    """Both backends, by the rule of the CPU: no coarser than transformers, and tokens differ only where it wavers."""
+    """Every backend by the same rule."""
     if backend == "flash_attn":
         pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
-    folder = checkpoint(variant)
-    llm = LLM(str(folder), device="cuda", dtype="bfloat16", attention_backend=backend)
-    exact, coarse = reference_model(folder).to("cuda"), reference_model(folder, torch.bfloat16).to("cuda")
-    ids = PROMPTS[2]
-    tokens, ours = engine_logprobs(llm, ids, 16)
-    truth, theirs = (reference_logits(model, [*ids, *tokens[:-1]])[-16:].log_softmax(-1) for model in (exact, coarse))
-    assert (ours - truth).pow(2).mean() <= 2 * (theirs - truth).pow(2).mean()
-    assert_same_greedy(tokens, *reference_choices(coarse, ids, tokens), bound=0.1)
+    assert_bfloat16_parity(checkpoint(variant), device="cuda", attention_backend=backend)

@@ -146,15 +146,15 @@ def test_claim_resets_both_owners(llm):
 
 def test_causal_mask_is_aligned_to_the_bottom_right():
     """Three queries on five keys: the first already sees three keys, the last sees all."""
-    mask = causal_mask(AttentionMetadata(query_len=3, seq_len=5), torch.device("cpu"))
+    mask = causal_mask(3, 5, torch.device("cpu"))
     assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
 @given(query_len=st.integers(1, 20), before=st.integers(0, 20))
 def test_attention_pairs_count_the_mask(query_len, before):
     """The counter is the number of ones in the causal mask."""
-    metadata = AttentionMetadata(query_len, before + query_len)
-    assert metadata.attention_pairs == int(causal_mask(metadata, torch.device("cpu")).sum())
+    pairs = AttentionMetadata(query_len, before + query_len).attention_pairs
+    assert pairs == int(causal_mask(query_len, before + query_len, torch.device("cpu")).sum())
 
 
 def test_bytes_per_token_are_the_bytes_allocated(llm):
