@@ -18,6 +18,7 @@ from .common import default_device, environment, results_folder, stages, write_j
 STORY = "Write three sentences about the sea."
 SHORT = "What is the capital of France? Answer in one word."
 LOOP = "The sea was"
+PENALTY = dict(temperature=0.0, max_tokens=80)
 
 # name, prompt, chat template?, parameters, what to see in it
 CASES = [
@@ -34,8 +35,14 @@ CASES = [
         dict(temperature=1.0, top_p=0.5, seed=1),
         "the tail is cut, not the head",
     ),
-    ("greedy, no template", LOOP, False, dict(temperature=0.0, max_tokens=80), "too greedy: a loop feeds itself"),
-    ("penalty 1.3", LOOP, False, dict(temperature=0.0, repetition_penalty=1.3, max_tokens=80), "the loop is broken; the subject jumps"),
+    ("plain greedy", LOOP, False, dict(temperature=0.0, max_tokens=80), "too greedy: a loop feeds itself"),
+    (
+        "penalty 1.3",
+        LOOP,
+        False,
+        dict(temperature=0.0, repetition_penalty=1.3, max_tokens=80),
+        "the loop is broken, the subject jumps",
+    ),
     (
         "penalty 3",
         LOOP,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .attention import attend_torch
 from .config import ModelConfig
@@ -59,10 +59,17 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:  # half a download, or the pointer that git-lfs leaves
+        raise ValueError(f"{file} is no complete safetensors file: {error}") from error
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of all files, one at a time; the tensors lie in the memory map until they are copied."""
     for file in weight_files(folder):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
+        with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 yield name, tensors.get_tensor(name)
 
@@ -72,7 +79,7 @@ def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
     wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     found: dict[str, list[int]] = {}
     for file in weight_files(folder):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
+        with _open(file) as tensors:
             found |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     optional = {"lm_head.weight"} if tied else set()
     problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]

@@ -4,6 +4,7 @@ Nothing is queued before everything of a call is known to be right, so a refusal
 refusal is a ValueError that names the value, the limit and the way out.
 """
 
+import numbers
 import operator
 
 from .sampling import SamplingParams
@@ -11,21 +12,32 @@ from .sampling import SamplingParams
 
 def as_prompts(prompts: object) -> list[str | list[int]]:
     """One prompt or many (text, or token ids as a list, tuple, array or tensor) -> a list of prompts."""
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if isinstance(prompts, str) or _is_ids(prompts):
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts={prompts!r}: expected text, a list of token ids, or a list of such")
-    return [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+    prompts = [_plain(prompt) for prompt in prompts]
+    return [prompts] if _is_ids(prompts) else prompts
+
+
+def _plain(value: object) -> object:
+    """Arrays and tensors, numpy's integers too, as Python's own lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(hasattr(item, "__index__") for item in value)
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(_is_id(item) for item in value)
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, numbers.Integral) and not isinstance(item, bool)
 
 
 def as_params(params: object, num_prompts: int) -> list[SamplingParams]:
     """One SamplingParams for all prompts, or one for each; None: the defaults."""
-    many = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * num_prompts
+    params = SamplingParams() if params is None else params
+    many = list(params) if isinstance(params, (list, tuple)) else [params] * num_prompts
     if len(many) != num_prompts:
         raise ValueError(f"{len(many)} sampling_params for {num_prompts} prompts: give one, or one for each prompt")
     for one in many:

@@ -1,7 +1,4 @@
-"""KV calculator: what the KV cache of a model costs, on paper.
-
-    python -m stage2_kvcache.kv_calculator                                    # 32 layers, 8 KV heads of 128, float16
-    python -m stage2_kvcache.kv_calculator --model smollm2-135m --dtype float32
+"""KV calculator: what the KV cache of a model costs, on paper. Run it with --help.
 
 The weights are a constant; the cache grows with every token of every sequence. Which of the two decides how many users
 fit on a card is a multiplication away.

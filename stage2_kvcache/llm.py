@@ -64,11 +64,11 @@ class LLM:
         return Resolved(device, dtype, backend, reason, max_model_len)
 
     def _end_tokens(self, files: zoo.ModelFiles) -> tuple[int, ...]:
-        """Checkpoints name their end tokens in up to three places; all of them count."""
+        """Checkpoints name their end tokens in up to three places; all count that the model has a logit for."""
         ids = [*self.model_config.eos_token_ids, *as_ids(files.generation_config.get("eos_token_id"))]
         if files.weights is not None and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
-        return tuple(dict.fromkeys(ids))
+        return tuple(i for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size)
 
     def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
         attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
@@ -116,15 +116,17 @@ class LLM:
 
         Bad input raises ValueError here, not at the first piece. Closing the iterator ends the request.
         """
-        if not isinstance(prompt, str) and not (prompt and as_prompts(prompt) == [prompt]):
+        prompts = as_prompts(prompt)
+        if len(prompts) != 1:
             raise ValueError(f"prompt={prompt!r:.80}: stream takes one prompt, as text or token ids")
-        (seq,) = self._make_sequences(prompt, sampling_params)
+        (seq,) = self._make_sequences(prompts, sampling_params)
         return self._pieces(seq)
 
     def _pieces(self, seq: Sequence) -> Iterator[str]:
         sent = 0
         try:
             while not seq.is_finished:
+                self._check_open()
                 self.step(seq)
                 if len(seq.text) > sent:
                     piece, sent = seq.text[sent:], len(seq.text)
@@ -151,9 +153,12 @@ class LLM:
         token_id = self.model_runner.run(seq)
         seq.append_token(token_id)
 
-    def _make_sequences(self, prompts: object, sampling_params: object) -> list[Sequence]:
+    def _check_open(self) -> None:
         if self.model_runner is None:
             raise ValueError("this engine is closed; make a new LLM")
+
+    def _make_sequences(self, prompts: object, sampling_params: object) -> list[Sequence]:
+        self._check_open()
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
         checked = [self._check(i, *request) for i, request in enumerate(zip(prompts, params, strict=True))]

@@ -23,6 +23,7 @@ import torch
 from .config import check_int, reject_unknown
 
 GREEDY_EPSILON = 1e-5
+LARGEST = torch.finfo(torch.float32).max  # what is above it would be infinite when it meets the logits
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class SamplingParams:
         check_int("top_k", self.top_k, minimum=-1)
         check_int("seed", self.seed, optional=True)
         check_int("logprobs", self.logprobs, minimum=0, optional=True)
-        _check_number("temperature", self.temperature, 0.0, math.inf, "at least 0 and finite")
+        _check_number("temperature", self.temperature, 0.0, LARGEST, "at least 0 and finite")
         _check_number("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1", above=True)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0 and finite", above=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, LARGEST, "above 0 and finite", above=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if not isinstance(self.ignore_eos, bool):
@@ -74,25 +75,28 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, low: float, high: float, limit: str, above: bool = False) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (above and value == low):
         raise ValueError(f"{name}={value!r}: expected a number {limit}")
 
 
 def _as_stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(strings, (list, tuple)):
+        raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(f"stop={stop!r}: expected non-empty strings")
-    return strings
+    return tuple(strings)
 
 
 def _as_stop_ids(ids: object) -> tuple[int, ...]:
-    if isinstance(ids, (int, str)):
+    ids = () if ids is None else ids
+    if not isinstance(ids, (list, tuple)):
         raise ValueError(f"stop_token_ids={ids!r}: expected a list of token ids")
-    for token_id in ids or ():
+    for token_id in ids:
         check_int("a stop_token_ids entry", token_id, minimum=0)
-    return tuple(dict.fromkeys(ids or ()))
+    return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True)

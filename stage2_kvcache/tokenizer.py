@@ -73,17 +73,17 @@ def _check_messages(messages: object) -> None:
 class Detokenizer:
     """Incremental text of one output. One object per sequence; it holds no reference to the prompt.
 
-    `text` is what has been released so far. Tokens between `_first` and `_read` have been turned into text and are
-    decoded again with the next ones, because how a token is written can depend on the token before it.
+    `text` is what has been released so far. The last tokens are kept in a window that is decoded anew with each token,
+    because how a token is written can depend on the token before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
         self.text = ""
         self._tokenizer = tokenizer
         self._stop = stop
-        self._ids: list[int] = []
-        self._first = 0
-        self._read = 0
+        self._window: list[int] = []
+        self._complete = 0  # so many tokens of the window end with a character
+        self._taken = 0  # characters of the window's text that `_decode` has returned
         self._held = ""  # decoded, but perhaps the beginning of a stop string
 
     def add(self, token_id: int, may_stop: bool = True) -> bool:
@@ -94,7 +94,7 @@ class Detokenizer:
             if cut is not None:
                 self.text += self._held[:cut]
                 self._held = ""
-                self._read = len(self._ids)
+                self._window.clear()
                 return True
         keep = _stop_prefix_length(self._held, self._stop)
         self.text += self._held[: len(self._held) - keep]
@@ -103,29 +103,28 @@ class Detokenizer:
 
     def finish(self) -> None:
         """No more tokens: release what was held back, unfinished characters as replacement marks."""
-        self.text += self._held + self._undecoded()
+        self.text += self._held + self._tokenizer.decode(self._window)[self._taken :]
         self._held = ""
-        self._first = self._read = len(self._ids)
+        self._window.clear()
 
     def _decode(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        new = self._undecoded()
-        if new.endswith(REPLACEMENT):
-            return ""  # the last character may still be unfinished
-        self._first, self._read = self._read, len(self._ids)
+        """Text that this token adds or completes, without what may be half a character at its end."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        certain = text.rstrip(REPLACEMENT)
+        new = certain[self._taken :]
+        self._taken += len(new)
+        if new and certain == text:  # the next window begins where this one was complete before
+            del self._window[: self._complete]
+            self._complete = len(self._window)
+            self._taken = len(self._tokenizer.decode(self._window))
         return new
-
-    def _undecoded(self) -> str:
-        if self._read == len(self._ids):
-            return ""
-        before = self._tokenizer.decode(self._ids[self._first : self._read])
-        return self._tokenizer.decode(self._ids[self._first :])[len(before) :]
 
 
 def _earliest(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the first of the stop strings begins in the text."""
-    found = [text.find(string) for string in stop]
-    return min((at for at in found if at >= 0), default=None)
+    """Where the stop string that is complete first begins: the same however the text falls into tokens."""
+    found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+    return min(found)[1] if found else None
 
 
 def _stop_prefix_length(text: str, stop: tuple[str, ...]) -> int:

@@ -20,8 +20,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    import gguf  # at run time only where a GGUF file is read: all else works without the package
 
 DEFAULT_MODEL = "smollm2-135m"
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -158,17 +162,17 @@ def convert_gguf(path: Path) -> Path:
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:
-    import gguf
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    reader = gguf.GGUFReader(path)
-    architecture = reader.get_field("general.architecture").contents()
-    if architecture not in GGUF_ARCHITECTURES:
-        raise ValueError(f"{path}: architecture {architecture!r} is not supported; supported: {GGUF_ARCHITECTURES}")
+    reader, architecture = _read_gguf(path)
     print(f"Converting {path.name} to {folder.parent} (once, some 20 seconds) ...", flush=True)
+    source = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
+    config = AutoConfig.from_pretrained(**source)
+    if head_dim := reader.get_field(f"{architecture}.attention.key_length"):
+        config.head_dim = int(head_dim.contents())
     try:  # transformers undoes the rotary order in which Llama's q and k rows are stored there
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32)
     except NotImplementedError as error:
         raise ValueError(f"{path}: a tensor type of this file is not supported: {error}") from error
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -178,12 +182,43 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if tied:
         state.pop("lm_head.weight", None)
+    _check_gguf_names(path, reader, architecture, state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     if isinstance(config.get("eos_token_id"), int):  # the reader of the metadata mistakes BOS for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config["eos_token_id"])
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _read_gguf(path: Path) -> "tuple[gguf.GGUFReader, str]":
+    """The file's reader and its architecture. Raises ValueError for what transformers would read wrongly."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+        architecture = reader.get_field("general.architecture").contents()
+    except (ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} is no complete GGUF file: {error}") from error
+    if architecture not in GGUF_ARCHITECTURES:
+        raise ValueError(f"{path}: architecture {architecture!r} is not supported; supported: {GGUF_ARCHITECTURES}")
+    scaling = reader.get_field(f"{architecture}.rope.scaling.type")
+    if scaling and scaling.contents() != "none":
+        raise ValueError(f"{path}: rope scaling {scaling.contents()!r} is not read from GGUF; take the original folder")
+    return reader, architecture
+
+
+def _check_gguf_names(path: Path, reader: "gguf.GGUFReader", architecture: str, state: dict) -> None:
+    """transformers passes over tensors that it does not expect and draws missing ones at random: both are errors."""
+    import gguf
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], reader.get_field(f"{architecture}.block_count").contents())
+    wanted = {names.get_name(name, (".weight", ".bias")) for name in state}
+    found = {tensor.name for tensor in reader.tensors}
+    problems = [f"missing: {name}" for name in wanted - found] + [f"unexpected: {name}" for name in found - wanted]
+    if problems:
+        raise ValueError(f"the tensors of {path} do not fit its metadata:\n  " + "\n  ".join(sorted(problems)))
 
 
 TINY_CONFIG = dict(

@@ -1,4 +1,4 @@
-"""Drift: where the tree and lineage.toml disagree. Each problem is a sentence that names the file and says what to do."""
+"""Drift: where the tree and lineage.toml disagree. Each problem names its file and says what to do about it."""
 
 from collections.abc import Iterator
 

@@ -278,6 +278,8 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
             {"plant": plant, "undo": undo}[args.command](root, faults[0])
     except ValueError as error:
         cli.exit(2, f"{cli.prog}: {error}\n")
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

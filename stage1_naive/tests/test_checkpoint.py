@@ -290,6 +290,8 @@ def test_loading_holds_no_second_copy(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"load_format": "dummy", "seed": 3}, {"dtype": "bfloat16"}])
 def test_torch_is_left_as_it_was(options):
     """torch.set_default_dtype or manual_seed in a constructor changes the user's other models, and their luck."""
+    torch.manual_seed(987654321)
+    random.seed(987654321)
     torch.set_default_dtype(torch.float64)
     try:
         torch_state, python_state, gradients = torch.get_rng_state(), random.getstate(), torch.is_grad_enabled()

@@ -4,12 +4,14 @@ Random weights find what a trained model hides: its biases are small, its attent
 text stays fluent with one wrong matrix. Tokens are compared under the rule of helpers.assert_same_greedy.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from .. import LLM
 from .helpers import (
@@ -42,6 +44,7 @@ VARIANTS = {
     "qwen3, large epsilon": ("qwen3", dict(rms_norm_eps=0.05)),
 }
 PROMPTS = [[5], [1, 2, 3], [(i * i) % 128 for i in range(40)]]
+LONG_PROMPT = [(i * i + 3 * i) % 128 for i in range(400)]
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +100,11 @@ def test_any_prompt_of_any_length(doubles, variant, prompt, n):
     assert_same_greedy(greedy(llm, prompt, n), *reference_greedy(model, prompt, n), bound=1e-5)
 
 
-def assert_bfloat16_parity(folder: Path, **options: object) -> None:
-    """Against the fp32 truth our bfloat16 errs no more than transformers' does; tokens differ only where it wavers.
-
-    Norms computed in 16 bits, or frequencies rounded before they become angles, err several times as much.
-    """
-    llm, ids = LLM(str(folder), dtype="bfloat16", **options), PROMPTS[2]
-    exact, coarse = (
-        reference_model(folder, dtype).to(llm.resolved.device) for dtype in (torch.float32, torch.bfloat16)
-    )
+def assert_16_bit_parity(folder: Path, dtype: str, **options: object) -> None:
+    """Against the fp32 truth our 16 bits err no more than transformers' do; tokens differ only where it wavers."""
+    llm, ids = LLM(str(folder), dtype=dtype, **options), LONG_PROMPT
+    device = llm.resolved.device
+    exact, coarse = (reference_model(folder, kind).to(device) for kind in (torch.float32, llm.resolved.dtype))
     tokens, ours = engine_logprobs(llm, ids, 16)
     truth, theirs = (reference_logits(model, [*ids, *tokens[:-1]])[-16:].log_softmax(-1) for model in (exact, coarse))
     our_error, their_error = (ours - truth).pow(2).mean().sqrt(), (theirs - truth).pow(2).mean().sqrt()
@@ -114,9 +113,21 @@ def assert_bfloat16_parity(folder: Path, **options: object) -> None:
     assert_same_greedy(tokens, *reference_choices(coarse, ids, tokens), bound=0.1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
-def test_bfloat16_on_the_cpu(variant, checkpoint):
-    assert_bfloat16_parity(checkpoint(variant), device="cpu")
+def test_16_bits_on_the_cpu(variant, dtype, checkpoint):
+    """Angles rounded to 16 bits before cos and sin are off by a radian at position 300."""
+    assert_16_bit_parity(checkpoint(variant), dtype, device="cpu")
+
+
+def test_large_activations_in_float16(checkpoint, tmp_path):
+    """Real models carry values of some hundreds: their squares overflow float16, and a norm in float16 then gives 0."""
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "large"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 1000
+    assert tensors["model.embed_tokens.weight"].pow(2).mean() > torch.finfo(torch.float16).max
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_16_bit_parity(folder, "float16", device="cpu")
 
 
 REAL_PROMPTS = {"english": "The capital of France is", "code": "def add(a, b):", "chinese": "用一句话介绍北京："}
@@ -152,4 +163,4 @@ def test_gpu_in_bfloat16(variant, backend, checkpoint):
     """Every backend by the same rule."""
     if backend == "flash_attn":
         pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
-    assert_bfloat16_parity(checkpoint(variant), device="cuda", attention_backend=backend)
+    assert_16_bit_parity(checkpoint(variant), "bfloat16", device="cuda", attention_backend=backend)

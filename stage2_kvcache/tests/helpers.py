@@ -80,6 +80,18 @@ def reference_greedy(model: torch.nn.Module, ids: Sequence[int], n: int) -> tupl
     return ids[-n:], gaps
 
 
+def reference_choices(
+    model: torch.nn.Module, ids: Sequence[int], output: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """What the reference would have said after ids and after each token of output but the last, and the gaps there.
+
+    As long as both agree these are its own greedy tokens, for the price of one pass.
+    """
+    logits = reference_logits(model, [*ids, *output[:-1]])[-len(output) :]
+    best, second = logits.topk(2).values.unbind(-1)
+    return logits.argmax(-1).tolist(), (best - second).tolist()
+
+
 def greedy(llm: LLM, ids: Sequence[int], n: int) -> list[int]:
     """The engine's n greedy tokens, whatever end tokens the model has."""
     params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
