@@ -61,11 +61,17 @@ def environment(device: str) -> dict:
         "device": device,
         "device_name": device_name(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks." + Path(sys.argv[0]).stem + "".join(f" {arg}" for arg in sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *_without_out(sys.argv[1:])]),
         "commit": _commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "flash-attn", "triton")},
     }
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """Where the files went does not matter to whoever measures again."""
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def _version(package: str) -> str | None:

@@ -119,7 +119,8 @@ def print_agreement(differences: list[dict], count: int) -> bool:
     """Say whether all texts are the same. False if one differs by more than rounding can explain."""
     if not differences:
         print(f"All {count} engines made the same tokens.")
-    for d in differences:
+    seen = {(d["engine"], d["prompt"], d["output_position"]): d for d in differences}  # once, not per sample
+    for d in seen.values():
         verdict = "rounding explains that" if d["within_rounding"] else "that is NOT rounding"
         where = f"{d['engine']}, prompt {d['prompt']}, output position {d['output_position']}"
         print(f"{where}: another token; the two best logits are {d['top2_gap']:.4f} apart: {verdict}.")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from .attention import attend_torch
 from .config import ModelConfig
-from .model import CausalLM
+from .model import CausalLM, Linear
 
 
 def empty_model(config: ModelConfig) -> CausalLM:
@@ -37,11 +38,32 @@ def build_model(
     if weights is None:
         fill_random(model, seed)
     else:
-        parameters = dict(model.named_parameters())
-        for name, tensor in read_tensors(weights):
-            if name in parameters:
-                parameters[name].copy_(tensor)
+        fill_from(model, weights)
+    if device.type == "cpu" and config.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        pack_linears(model)
     return model.eval()
+
+
+class PackedLinear(nn.Module):
+    """A Linear for float32 on a CPU, its weight kept in the layout of the library oneDNN: the same sums, faster."""
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace each Linear below `module` by a PackedLinear, one at a time, so that no second copy is held."""
+    for name, child in module.named_children():
+        if isinstance(child, Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -90,6 +112,14 @@ def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
             problems.append(f"shape of {name}: {shape}, expected {wanted[name]}")
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(problems))
+
+
+def fill_from(model: CausalLM, folder: Path) -> None:
+    """Copy each tensor of the folder to its parameter, converted on the way."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in read_tensors(folder):
+        if name in parameters:
+            parameters[name].copy_(tensor)
 
 
 def fill_random(model: CausalLM, seed: int) -> None:

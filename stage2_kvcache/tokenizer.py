@@ -20,9 +20,12 @@ class Tokenizer:
     """The Hugging Face tokenizer of a model folder, behind the four calls that the engine needs."""
 
     def __init__(self, folder: Path):
-        from transformers import AutoTokenizer  # imported late: it takes seconds
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported late: it takes seconds
 
-        self.hf = AutoTokenizer.from_pretrained(str(folder))
+        try:
+            self.hf = AutoTokenizer.from_pretrained(str(folder))
+        except Exception:  # it also checks config.json, and more strictly than we do (no "head_dim": null, say)
+            self.hf = PreTrainedTokenizerFast.from_pretrained(str(folder))
 
     @property
     def eos_token_id(self) -> int | None:

@@ -112,7 +112,7 @@ def test_biases_and_norms_of_the_families():
     assert of(model_type="llama") == []
     assert of(model_type="llama", attention_bias=True) == ["qkv_bias", "o_bias"]
     assert of(model_type="llama", mlp_bias=True) == ["mlp_bias"]
-    assert of(model_type="qwen2") == ["qkv_bias"]
+    assert of(model_type="qwen2") == of(model_type="qwen2", attention_bias=True) == ["qkv_bias"]
     assert of(model_type="qwen3") == ["qk_norm"]
     assert of(model_type="qwen3", attention_bias=True) == ["qkv_bias", "o_bias", "qk_norm"]
 

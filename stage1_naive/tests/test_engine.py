@@ -597,3 +597,12 @@ def test_runs_without_optional_packages():
     tokens, refusal = out.splitlines()
     assert tokens == str(complete(engine(), "Hello", max_tokens=8, ignore_eos=True).token_ids)
     assert re.match(r"refused: .*flash_attn", refusal)
+
+
+def test_tokenizer_of_a_config_that_transformers_refuses(tmp_path):
+    """transformers 5 rejects "head_dim": null before it looks at the tokenizer; the files themselves are fine."""
+    folder = tiny_checkpoint(tmp_path / "null", hidden_size=256, head_dim=None)
+    with LLM(str(folder), device="cpu", load_format="dummy") as llm:
+        assert llm.model_config.head_dim == 64
+        assert llm.tokenizer.encode("hi") == [104, 105]
+        assert llm.generate("hi", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].finish_reason == "length"

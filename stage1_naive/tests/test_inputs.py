@@ -249,3 +249,16 @@ def test_unknown_models(model):
     """A misspelled name was looked for on the hub for a minute. The message offers what there is."""
     with refused("model=", "tiny" if model in ("no-such-model", "tinny") else repr(model)):
         LLM(model)
+
+
+def test_a_refused_call_uses_up_nothing():
+    """One bad prompt among good ones: ids and drawn seeds go on as if the call had not been made."""
+    texts = []
+    for bad in (False, True):
+        llm = new_engine(seed=3)
+        if bad:
+            with pytest.raises(ValueError, match="request 1"):
+                llm.generate(["good", [VOCAB]], SamplingParams(max_tokens=2))
+        (output,) = llm.generate("a prompt", SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        texts.append((output.request_id, output.outputs[0].token_ids))
+    assert texts[0] == texts[1]

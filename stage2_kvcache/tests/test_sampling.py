@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .. import SamplingParams
+from .. import SamplingParams, sampling
 from ..sampling import apply_penalties, gumbel_noise, sample, top_logprobs
 from .script import engine, scripted
 
@@ -379,3 +379,13 @@ def test_logprobs_of_half_precision_logits_are_exact(dtype):
     for i, logprob, rank in top_logprobs(logits, token_id=2, count=2):
         assert logprob == pytest.approx(expected[i].item(), abs=1e-5) and logprob <= 0
         assert rank == {0: 1, 3: 2, 2: 4}[i]
+
+
+def test_noise_is_finite_at_the_edges_of_the_hash(monkeypatch):
+    """A hash of 0 or of all ones must not become an infinite noise: it would win, or lose, whatever the logits say."""
+    edges = torch.tensor([[0, 1, 2**32 - 2, 2**32 - 1]])
+    monkeypatch.setattr(sampling, "hash_bits", lambda *_: edges)
+    for dtype in (torch.float32, torch.float64):
+        noise = gumbel_noise([0], [0], torch.zeros(1, 4, dtype=dtype))[0]
+        assert noise.isfinite().all() and noise.dtype == dtype
+        assert noise[0] > noise[1] > 20 and noise[3] <= noise[2] < -2
