@@ -86,12 +86,12 @@ def _commit() -> str | None:
     return git.stdout.strip() or None
 
 
-def run_worker(engine: str, job: dict, on_progress: Callable[[int], None]) -> dict:
+def run_worker(engine: str, job: dict, on_progress: Callable[[int], None], module: str = "benchmarks.worker") -> dict:
     """Run one engine in a fresh process. on_progress gets the number of tokens made, as they are made.
 
     Raises RuntimeError with the process's last words if it fails.
     """
-    command = [sys.executable, "-m", "benchmarks.worker", engine, json.dumps(job)]
+    command = [sys.executable, "-m", module, engine, json.dumps(job)]
     result = None
     with tempfile.TemporaryFile("w+") as log:  # a file, not a pipe: nobody reads it until the process has failed
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True) as process:

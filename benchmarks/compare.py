@@ -3,8 +3,9 @@
     python -m benchmarks.compare                          # the default model; what `make demo` runs
     python -m benchmarks.compare --model tiny --samples 1 # in a few seconds
 
-Each row runs in a fresh process, in several rounds of alternating order. A row's time is the median over the rounds;
-only ratios within one run mean anything. All rows must make the same tokens.
+All prompts are handed in at once; an engine that can serve only one sequence serves them one after the other. Each row
+runs in a fresh process, in several rounds of alternating order. A row's time is the median over the rounds; only ratios
+within one run mean anything. TTFT counts from the call. All rows must make the same tokens.
 """
 
 import argparse
@@ -25,6 +26,7 @@ PROMPTS = [
     "Explain in simple words what a cache is and why computers have one.",
     "Write a short story about a lighthouse keeper and a whale.",
     "List five things that a good teacher does, with a reason for each.",
+    "What happens to a letter between the sender and the reader?",
 ]
 
 
@@ -65,7 +67,7 @@ def run_rounds(args: argparse.Namespace) -> dict[str, dict]:
 def summary(engine: str, result: dict) -> dict:
     """One row of the table: medians over the samples, counters of the first (they do not vary)."""
     counters = result["samples"][0]["counters"]
-    seconds = median(sum(run["seconds"] for run in sample["runs"]) for sample in result["samples"])
+    seconds = median(sample["seconds"] for sample in result["samples"])
     tokens = sum(len(run["token_ids"]) for run in result["samples"][0]["runs"])
     ttft = median(run["token_times"][0] for sample in result["samples"] for run in sample["runs"])
     per_token = counters.get("kv_bytes_per_token", 0)
@@ -146,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     device = args.device or default_device()
     env = environment(device)
     differences = check_same(results, folder)
-    title = f"{args.model}, {rows[0]['dtype']}, {env['device_name']}: {len(PROMPTS)} prompts, one after the other"
+    title = f"{args.model}, {rows[0]['dtype']}, {env['device_name']}: {len(PROMPTS)} prompts at once"
     print_table(rows, title)
     same = print_agreement(differences, len(rows))
     out = args.out or results_folder(device)

@@ -13,8 +13,10 @@ from .common import REFERENCE, colour, label
 def caption(document: dict) -> str:
     """Where the numbers come from, for the foot of a figure."""
     env, job = document["environment"], document["job"]
+    row = document["rows"][0]
+    dtype = row.get("dtype") or row["result"]["dtype"]
     versions = f"torch {env['versions']['torch']}, transformers {env['versions']['transformers']}"
-    return f"{job['model']}, {document['rows'][0]['dtype']}, {env['device_name']}, {versions}, {env['date'][:10]}"
+    return f"{job['model']}, {dtype}, {env['device_name']}, {versions}, {env['date'][:10]}"
 
 
 def draw_compare(document: dict, path: Path) -> None:
@@ -30,7 +32,7 @@ def draw_compare(document: dict, path: Path) -> None:
         values = [row[key] / unit for row in rows]
         bars = axis.barh([label(row["engine"]) for row in rows], values, color=[colour(row["engine"]) for row in rows])
         axis.bar_label(
-            bars, [f"{value:,.1f}" if unit > 1 or value < 1000 else f"{value:,.0f}" for value in values], padding=3
+            bars, [f"{value:,.0f}" if key == "tokens_forwarded" else f"{value:,.1f}" for value in values], padding=3
         )
         axis.set_title(title, fontsize=10)
         axis.set_xlim(0, max(values) * 1.25 or 1)
@@ -60,5 +62,63 @@ def draw_curve(document: dict, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
     fig.tight_layout(rect=(0, 0.03, 1, 1))
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def _bars(axis, names: list[str], values: list[float], colours: list[str], title: str, form: str) -> None:
+    bars = axis.barh(names, values, color=colours)
+    axis.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=8)
+    axis.set_title(title, fontsize=10)
+    axis.set_xlim(0, (max(values) or 1) * 1.3)
+    axis.tick_params(axis="y", labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _panels(document: dict, path: Path, panels: list[tuple[str, str, str]], shade) -> None:
+    """One row of bar charts over the same rows. panels: (key, title, number format)."""
+    rows = document["rows"]
+    fig, axes = plt.subplots(1, len(panels), figsize=(11, 1.2 + 0.32 * len(rows)), sharey=True)
+    for axis, (key, title, form) in zip(axes, panels, strict=True):
+        values = [row[key] for row in rows]
+        _bars(axis, [row["name"] for row in rows], values, [shade(row) for row in rows], title, form)
+    axes[0].invert_yaxis()
+    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
+    fig.tight_layout(rect=(0, 0.04, 1, 1))
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def _static_is_grey(row: dict) -> str:
+    return "#999999" if row["options"].get("policy") == "static" else colour("stage3_batching")
+
+
+def draw_claims(document: dict, path: Path) -> None:
+    """Static against continuous: steps or seconds, and when the short requests come back."""
+    by_clock = "seconds" in document["columns"]
+    first = ("seconds", "seconds", "{:,.1f}") if by_clock else ("idle_slot_steps", "idle slot-steps", "{:,.0f}")
+    short = ("short_returned_after_steps", "short ones back after steps", "{:,.0f}")
+    _panels(document, path, [("steps", "steps", "{:,.0f}"), first, short], _static_is_grey)
+
+
+def draw_stalls(document: dict, path: Path) -> None:
+    """The longest wait between two tokens of a running text."""
+    work = ("longest_gap_work", "longest wait, tokens of work", "{:,.0f}")
+    _panels(document, path, [work, ("longest_gap_ms", "longest wait, ms", "{:,.0f}")], _static_is_grey)
+
+
+def draw_throughput(document: dict, path: Path) -> None:
+    """Tokens per second over the number of sequences at once."""
+    rows = document["rows"]
+    batch = [row["options"]["max_num_seqs"] for row in rows]
+    fig, axis = plt.subplots(figsize=(6, 3.6))
+    axis.plot(batch, [row["tokens_per_second"] for row in rows], marker="o", color=colour("stage3_batching"))
+    one = rows[0]["tokens_per_second"] / batch[0]
+    axis.plot(batch, [one * n for n in batch], linestyle=":", color="#999999", label="if a step took no longer")
+    axis.set(xlabel="sequences at once", ylabel="new tokens per second", xlim=(0, None), ylim=(0, None))
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    fig.text(0.01, 0.01, caption(document), fontsize=6, color="#555555")
+    fig.tight_layout(rect=(0, 0.04, 1, 1))
     fig.savefig(path, dpi=130)
     plt.close(fig)

@@ -10,7 +10,6 @@ import importlib
 import json
 import sys
 import time
-from statistics import median
 
 import torch
 
@@ -37,12 +36,15 @@ class StageEngine:
     def decode(self, ids: list[int]) -> str:
         return self.llm.tokenizer.decode(ids)
 
-    def run(self, ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        """Output tokens, and when each was there, in seconds since the call."""
+    def run(self, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+        """Output tokens of each prompt, and when each token was there, in seconds since the call."""
         params = self.stage.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         start = time.perf_counter()
-        (output,) = self.llm.generate([ids], params, use_tqdm=False)
-        return output.outputs[0].token_ids, [t - start for t in output.metrics.token_times]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [
+            {"token_ids": o.outputs[0].token_ids, "token_times": [t - start for t in o.metrics.token_times]}
+            for o in outputs
+        ]
 
     def reset(self) -> None:
         self.llm.metrics.reset()
@@ -85,8 +87,12 @@ class TransformersEngine:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def run(self, ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        clock = TokenClock()
+    def run(self, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+        start = time.perf_counter()
+        return [self._run_one(ids, max_tokens, start) for ids in prompts]
+
+    def _run_one(self, ids: list[int], max_tokens: int, start: float) -> dict:
+        clock = TokenClock(start)
         output = self.model.generate(
             torch.tensor([ids], device=self.device),
             max_new_tokens=max_tokens,
@@ -96,7 +102,7 @@ class TransformersEngine:
         )
         tensors = [t for layer in output.past_key_values.layers for t in (layer.keys, layer.values)]
         self.kv_bytes = max(self.kv_bytes, sum(t.numel() * t.element_size() for t in tensors))
-        return output.sequences[0, len(ids) :].tolist(), clock.times
+        return {"token_ids": output.sequences[0, len(ids) :].tolist(), "token_times": clock.times}
 
     def reset(self) -> None:
         self.steps, self.tokens_forwarded, self.kv_bytes = 0, 0, 0
@@ -106,10 +112,10 @@ class TransformersEngine:
 
 
 class TokenClock:
-    """A streamer that notes when each token was there. generate() hands it the prompt first."""
+    """A streamer that notes when each token was there, since `start`. generate() hands it the prompt first."""
 
-    def __init__(self):
-        self.start = time.perf_counter()
+    def __init__(self, start: float):
+        self.start = start
         self.times: list[float] = []
         self.seen_prompt = False
 
@@ -123,23 +129,19 @@ class TokenClock:
 
 
 def measure(engine: StageEngine | TransformersEngine, job: dict) -> dict:
-    """Warm up, then run all prompts `samples` times."""
+    """Warm up, then run all prompts `samples` times: all at once, as far as the engine can."""
     prompts = [engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in job["prompts"]]
-    engine.run(prompts[0], job.get("warmup_tokens", 4))
+    engine.run(prompts[:1], job.get("warmup_tokens", 4))
     samples = []
     for _ in range(job["samples"]):
         engine.reset()
-        runs = []
-        for ids in prompts:
-            start = time.perf_counter()
-            token_ids, times = engine.run(ids, job["max_tokens"])
-            runs.append({"seconds": time.perf_counter() - start, "token_ids": token_ids, "token_times": times})
-            emit({"tokens": len(token_ids)})
-        samples.append({"runs": runs, "counters": engine.counters()})
+        start = time.perf_counter()
+        runs = engine.run(prompts, job["max_tokens"])
+        samples.append({"seconds": time.perf_counter() - start, "runs": runs, "counters": engine.counters()})
+        emit({"tokens": sum(len(run["token_ids"]) for run in runs)})
     texts = [engine.decode(run["token_ids"]) for run in samples[0]["runs"]]
-    ttft = median(run["token_times"][0] for sample in samples for run in sample["runs"])
     result = {"dtype": engine.dtype, "attention_backend": engine.backend, "prompt_token_ids": prompts}
-    return result | {"texts": texts, "ttft": ttft, "samples": samples}
+    return result | {"texts": texts, "samples": samples}
 
 
 def main() -> None:

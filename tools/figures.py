@@ -66,6 +66,27 @@ def compare(page: Path, path: str) -> str:
     return table(header, rows) + "\n" + image + "\n" + source(document)
 
 
+NUMBERS = {  # column of a batching table -> heading and number format
+    "steps": ("steps", "{:,}"),
+    "idle_slot_steps": ("idle slot-steps", "{:,}"),
+    "short_returned_after_steps": ("short ones back after steps", "{:,.0f}"),
+    "longest_gap_work": ("longest wait, tokens of work", "{:,}"),
+    "longest_gap_ms": ("longest wait, ms", "{:,.0f}"),
+    "seconds": ("seconds", "{:.2f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+}
+
+
+def batching(page: Path, path: str) -> str:
+    """A table of one of the batching measurements, and its picture if there is one."""
+    document = load(path)
+    keys = document["columns"]
+    rows = [[row["name"], *(NUMBERS[key][1].format(row[key]) for key in keys)] for row in document["rows"]]
+    image = path.replace(".json", ".png")
+    drawn = picture(page, image, document["job"]["what"]) + "\n" if (ROOT / image).exists() else ""
+    return table(["workload", *(NUMBERS[key][0] for key in keys)], rows) + "\n" + drawn + source(document)
+
+
 def curve(page: Path, path: str) -> str:
     """Milliseconds per token at a few positions, and the picture."""
     document = load(path)
@@ -122,6 +143,7 @@ def lines(page: Path) -> str:
 
 
 RENDERERS: dict[str, Callable[..., str]] = {
+    "batching": batching,
     "compare": compare,
     "curve": curve,
     "curve-one": curve_one,

@@ -1,0 +1,80 @@
+"""Serve a workload with one engine in a fresh process, and report what each request saw. Called by benchmarks.batching.
+
+    python -m benchmarks.serve stage3_batching '{"model": "tiny", "workload": "short_and_long", "options": {}, ...}'
+
+A job holds model, options (of LLM), workload and arguments (of benchmarks.workloads), clock ("steps" or "seconds": what
+arrival times count), samples, temperature. Output: JSON lines as benchmarks.worker writes them.
+"""
+
+import importlib
+import json
+import sys
+import time
+from itertools import pairwise
+
+from . import workloads
+from .worker import emit
+
+
+def drive(llm, params: list, requests: list[workloads.Request], clock: str) -> dict:
+    """Hand in each request when it arrives, step until all have left. Returns times, counters and what each one saw."""
+    llm.metrics.reset()
+    start, outputs, todo = time.perf_counter(), {}, list(zip(requests, params, strict=True))
+    arrived, announced = {}, 0
+    while todo or llm.has_unfinished_requests():
+        now = llm.metrics.steps if clock == "steps" else time.perf_counter() - start
+        while todo and (todo[0][0].arrival <= now or (clock == "steps" and not llm.has_unfinished_requests())):
+            request, sampling = todo.pop(0)
+            arrived[llm.add_request(request.prompt, sampling)] = llm.metrics.steps
+        outputs |= {output.request_id: output for output in llm.step()}
+        if llm.metrics.decode_tokens - announced >= 500:
+            emit({"tokens": llm.metrics.decode_tokens - announced})
+            announced = llm.metrics.decode_tokens
+    seconds = time.perf_counter() - start
+    trace = llm.metrics.trace
+    phases = {phase: sum(record.seconds[phase] for record in trace) for phase in trace[0].seconds}
+    seen = [what_it_saw(trace, request_id, step, outputs[request_id]) for request_id, step in arrived.items()]
+    return {"seconds": seconds, "phases": phases, "counters": llm.metrics.counters(), "requests": seen}
+
+
+def what_it_saw(trace: list, request_id: str, arrived: int, output) -> dict:
+    """Steps and seconds of one request: when it came, first ran and was returned; the gaps between its tokens."""
+    steps = [record.step for record in trace if request_id in record.tokens]
+    (returned,) = [record.step for record in trace if request_id in record.finished]
+    num_tokens = len(output.outputs[0].token_ids)
+    token_steps = steps[-num_tokens:]  # the steps before these computed pieces of the prompt
+    work = [sum(trace[step].tokens.values()) for step in range(len(trace))] if num_tokens > 1 else []
+    return {
+        "arrived": arrived,
+        "first_step": steps[0],
+        "returned": returned,
+        "tokens": num_tokens,
+        "longest_gap_steps": max((b - a for a, b in pairwise(token_steps)), default=0),
+        "longest_gap_work": max((sum(work[a + 1 : b + 1]) for a, b in pairwise(token_steps)), default=0),
+        "longest_gap_seconds": max(output.metrics.itl, default=0.0),
+        "ttft": output.metrics.ttft,
+        "seconds": output.metrics.finish_time - output.metrics.arrival_time,
+    }
+
+
+def main() -> None:
+    package, job = sys.argv[1], json.loads(sys.argv[2])
+    stage = importlib.import_module(package)
+    llm = stage.LLM(job["model"], **job["options"])
+    requests = getattr(workloads, job["workload"])(**job.get("arguments", {}))
+    params = [
+        stage.SamplingParams(
+            temperature=job.get("temperature", 0.0), seed=i, max_tokens=request.max_tokens, ignore_eos=True
+        )
+        for i, request in enumerate(requests)
+    ]
+    warm = stage.SamplingParams(temperature=job.get("temperature", 0.0), max_tokens=4, ignore_eos=True)
+    llm.generate([request.prompt for request in requests[:8]], warm, use_tqdm=False)
+    samples = [drive(llm, params, requests, job.get("clock", "steps")) for _ in range(job["samples"])]
+    resolved = {"dtype": str(llm.resolved.dtype).removeprefix("torch."), "backend": llm.resolved.attention_backend}
+    config = llm.scheduler_config
+    emit({**resolved, "max_num_seqs": config.max_num_seqs, "budget": config.max_num_batched_tokens, "samples": samples})
+
+
+if __name__ == "__main__":
+    main()

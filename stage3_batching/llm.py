@@ -1,0 +1,320 @@
+"""The engine: prompts in, text out.
+
+    llm = LLM("smollm2-135m")
+    llm.generate(["Hello"], SamplingParams(temperature=0))     # all at once
+    for piece in llm.stream("Hello"): ...                       # as it is made
+    llm.add_request("Hello"); llm.step()                        # one iteration at a time, for a server's loop
+    llm.chat([{"role": "user", "content": "Hello"}])
+
+Stage 3 serves many requests at once. Each step the scheduler decides anew who runs and with how many tokens; requests
+may come and go between any two steps.
+"""
+
+import gc
+import logging
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from . import checkpoint, zoo
+from .attention import BACKENDS, choose_backend
+from .config import (
+    EngineConfig,
+    ModelConfig,
+    Resolved,
+    as_ids,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_scheduler,
+)
+from .inputs import as_params, as_prompts, check_params, check_prompt_ids
+from .kv_cache import KVCache, SlotAllocator, kv_bytes_per_token, resolve_num_slots
+from .metrics import Metrics, StepRecord
+from .model_runner import ModelRunner, StepResult
+from .progress import Progress
+from .sampling import SamplingParams
+from .scheduler import Scheduled, Scheduler, check_fits_step
+from .sequence import RequestOutput, Sequence
+from .tokenizer import Detokenizer, Tokenizer
+
+logger = logging.getLogger(__package__)
+
+
+class LLM:
+    """One model, ready to generate. Options: see EngineConfig; an unknown one is a ValueError."""
+
+    def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
+        self.config = EngineConfig.from_options(model, options)
+        device = resolve_device(self.config.device)
+        files = zoo.locate(model, self.config.load_format)
+        model_config = ModelConfig.from_hf(files.config)
+        self.resolved = self._resolve(device, model_config)
+        self.model_config = replace(model_config, dtype=self.resolved.dtype)
+        self.tokenizer = Tokenizer(files.tokenizer)
+        self.metrics = Metrics()
+        self.eos_token_ids = self._end_tokens(files)
+        self.model_runner = self._build_runner(files)
+        self._seeds = random.Random(self.config.seed)  # for requests that bring none; None: from the system
+        self._next_id = 0
+        self._requests: dict[str, Sequence] = {}  # that have not left the engine
+        self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
+        self._undelivered: list[
+            RequestOutput
+        ] = []  # outputs for `step`, made while generate or stream drove the engine
+        self._announce()
+
+    def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
+        dtype = resolve_dtype(self.config.dtype, model_config.dtype, device)
+        backend, reason = choose_backend(self.config.attention_backend, device, dtype, model_config.head_dim)
+        max_model_len = resolve_max_model_len(self.config.max_model_len, model_config)
+        return Resolved(device, dtype, backend, reason, max_model_len)
+
+    def _end_tokens(self, files: zoo.ModelFiles) -> tuple[int, ...]:
+        """Checkpoints name their end tokens in up to three places; all count that the model has a logit for."""
+        ids = [*self.model_config.eos_token_ids, *as_ids(files.generation_config.get("eos_token_id"))]
+        if files.weights is not None and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return tuple(i for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size)
+
+    def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
+        attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
+        seed = self.config.seed or 0
+        model = checkpoint.build_model(
+            self.model_config, attend, resolved.max_model_len, resolved.device, files.weights, seed
+        )
+        kv_cache = self._build_cache()
+        return ModelRunner(model, kv_cache, resolved.device, self.tokenizer)
+
+    def _build_cache(self) -> KVCache:
+        """The slots of the KV cache, as many as asked for or as fit, and the scheduler that hands them out."""
+        c, r = self.model_config, self.resolved
+        slot_len = r.max_model_len
+        if r.attention_backend == "flash_attn":
+            slot_len = -(-slot_len // 256) * 256  # its kernel reads a slot as a block, and blocks are multiples of 256
+        per_token = kv_bytes_per_token(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.dtype)
+        num_slots = resolve_num_slots(self.config.max_num_seqs, slot_len * per_token, r.device)
+        self.scheduler_config = resolve_scheduler(self.config, num_slots, r.max_model_len)
+        self.scheduler = Scheduler(self.scheduler_config, SlotAllocator(num_slots))
+        self.metrics.kv_bytes_per_token = per_token
+        return KVCache(c, num_slots, slot_len, r.device)
+
+    def _announce(self) -> None:
+        r = self.resolved
+        dtype = str(r.dtype).removeprefix("torch.")
+        logger.info(
+            f"{__package__}: {self.config.model} on {r.device} in {dtype}, attention {r.attention_backend} "
+            f"({r.attention_reason}), up to {r.max_model_len} tokens, "
+            f"{self.scheduler_config.policy} scheduling of up to {self.scheduler_config.max_num_seqs} sequences"
+        )
+
+    def generate(
+        self,
+        prompts: str | list[int] | list[str | list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text or token ids). Outputs come in the order of the prompts.
+
+        Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
+        """
+        seqs = self._make_sequences(prompts, sampling_params)
+        for seq in seqs:
+            self._enqueue(seq)
+        try:
+            with Progress(len(seqs), self.metrics, use_tqdm) as bar:
+                while bar.count < len(seqs):
+                    self._step_for_others()
+                    bar.update(sum(not self._serves(seq) for seq in seqs))
+        finally:
+            self._abort_all(seqs)  # only what an error or Ctrl-C left unfinished
+        return [seq.to_output() for seq in seqs]
+
+    def stream(
+        self, prompt: str | list[int] | list[str | list[int]], sampling_params: SamplingParams | None = None
+    ) -> Iterator[str] | Iterator[tuple[int, str]]:
+        """The output's text in pieces, as it is made; joined they are the text that `generate` returns.
+
+        For a list of several prompts the pieces come as (index of the prompt, piece). Several streams may be open at
+        the same time: whichever is asked for its next piece drives the engine for all. Bad input raises ValueError
+        here, not at the first piece. Closing the iterator ends the request.
+        """
+        seqs = self._make_sequences(prompt, sampling_params)
+        if not seqs:
+            raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
+        for seq in seqs:
+            self._enqueue(seq)
+        pieces = self._pieces(seqs)
+        return pieces if len(seqs) > 1 else (piece for _, piece in pieces)
+
+    def _pieces(self, seqs: list[Sequence]) -> Iterator[tuple[int, str]]:
+        sent = [0] * len(seqs)
+        try:
+            while True:
+                served = [self._serves(seq) for seq in seqs]
+                for i, seq in enumerate(seqs):
+                    if len(seq.text) > sent[i]:
+                        piece, sent[i] = seq.text[sent[i] :], len(seq.text)
+                        yield i, piece
+                if not any(served):
+                    return
+                self._step_for_others()
+        finally:
+            self._abort_all(seqs)
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of {"role": ..., "content": ...}, by the model's chat template."""
+        many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
+        conversations = messages if many else [messages]
+        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
+        (seq,) = self._make_sequences([prompt], sampling_params)
+        if request_id is not None:
+            if request_id in self._requests:
+                raise ValueError(f"request_id={request_id!r} is in use; choose another, or wait until it has finished")
+            seq.request_id = request_id
+        self._enqueue(seq)
+        self._for_step[seq.request_id] = None
+        return seq.request_id
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
+        self._requests.pop(request_id, None)
+        self._for_step.pop(request_id, None)
+        self.scheduler.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` still has something to do or to return."""
+        return bool(self._requests or self._undelivered)
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
+        self._check_open()
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        try:
+            if batch:
+                self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
+        except Exception:  # what the step held must not stay behind
+            self._abort_all([item.seq for item in batch])
+            raise
+        outputs, self._undelivered = self._undelivered + self._retire(), []
+        return outputs
+
+    def _postprocess(self, batch: list[Scheduled], result: StepResult, start: float, scheduled: float) -> None:
+        """Take over what the step computed, and count it."""
+        for item in batch:
+            item.seq.num_computed_tokens += item.num_tokens
+        for item in batch:
+            if item.is_last_chunk:
+                item.seq.append_token(result.token_ids[item.seq.request_id])
+        self.metrics.record(self._record(batch, result, start, scheduled))
+
+    def _retire(self) -> list[RequestOutput]:
+        """Let finished sequences go. Returns the outputs that `step` owes its caller."""
+        finished = self.scheduler.retire()
+        for seq in finished:
+            seq.metrics.finish_time = time.perf_counter()
+            del self._requests[seq.request_id]
+            self.metrics.trace[-1].finished.append(seq.request_id)
+        return [seq.to_output() for seq in finished if self._for_step.pop(seq.request_id, seq) is None]
+
+    def _record(self, batch: list[Scheduled], result: StepResult, start: float, scheduled: float) -> StepRecord:
+        return StepRecord(
+            step=self.metrics.steps,
+            time=start,
+            tokens={item.seq.request_id: item.num_tokens for item in batch},
+            attention_pairs=result.attention_pairs,
+            seconds={"schedule": scheduled - start, **result.seconds},
+            kv_tokens_reserved=self.scheduler.slots.num_taken * self.model_runner.kv_cache.slot_len,
+            kv_tokens_used=sum(seq.num_computed_tokens for seq in self.scheduler.running.values()),
+            decode_tokens=sum(item.is_decode for item in batch),
+            idle_slots=self.scheduler_config.max_num_seqs - len(batch),
+            waiting=[seq.request_id for seq in self.scheduler.waiting],
+        )
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._requests[seq.request_id] = seq
+        self.scheduler.add(seq)
+
+    def _serves(self, seq: Sequence) -> bool:
+        return self._requests.get(seq.request_id) is seq
+
+    def _step_for_others(self) -> None:
+        """One step driven by generate or stream; what `step` would return is kept for its next caller."""
+        self._undelivered = self.step()
+
+    def _abort_all(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if self._serves(seq):
+                self.abort_request(seq.request_id)
+
+    def _check_open(self) -> None:
+        if self.model_runner is None:
+            raise ValueError("this engine is closed; make a new LLM")
+
+    def _make_sequences(self, prompts: object, sampling_params: object) -> list[Sequence]:
+        self._check_open()
+        prompts = as_prompts(prompts)
+        params = as_params(sampling_params, len(prompts))
+        checked = [self._check(i, *request) for i, request in enumerate(zip(prompts, params, strict=True))]
+        return [self._make_sequence(*request) for request in zip(prompts, checked, params, strict=True)]
+
+    def _check(self, index: int, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        """Token ids of a prompt that can be served; ValueError otherwise."""
+        vocab_size = self.model_config.vocab_size
+        try:
+            check_params(params, vocab_size)
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            ids = check_prompt_ids(ids, vocab_size, self.resolved.max_model_len)
+            return check_fits_step(ids, self.scheduler_config)
+        except ValueError as error:
+            raise ValueError(f"request {index}: {error}") from None
+
+    def _make_sequence(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Sequence:
+        room = self.resolved.max_model_len - len(ids)
+        return Sequence(
+            request_id=self._new_id(),
+            prompt_token_ids=ids,
+            params=params,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            stop_token_ids=(*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids),
+            max_output_tokens=min(params.max_tokens or room, room),
+            detokenizer=Detokenizer(self.tokenizer, params.stop),
+            prompt=prompt if isinstance(prompt, str) else None,
+        )
+
+    def _new_id(self) -> str:
+        self._next_id += 1
+        return self._new_id() if str(self._next_id - 1) in self._requests else str(self._next_id - 1)
+
+    def close(self) -> None:
+        """End all requests and give the memory back. A second call does nothing; a later request is a ValueError."""
+        self._abort_all(list(self._requests.values()))
+        self.model_runner = None
+        if self.resolved.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
