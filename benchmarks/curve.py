@@ -1,7 +1,7 @@
 """Curve: seconds per token against position, up to 512 tokens. Stage 1 grows with the length, stage 2 hardly.
 
     python -m benchmarks.curve                 # sampled at a few positions: one minute
-    python -m benchmarks.curve --every-token   # really makes all 512 tokens in each engine: minutes on a CPU
+    python -m benchmarks.curve --every-token --name curve-every-token    # makes all 512 tokens: minutes on a CPU
 
 At a sampled position p the sequence already has p tokens, and the step that makes the next one is timed. The sum over
 all positions is interpolated between the samples; with --every-token it is measured.
@@ -15,7 +15,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-from .common import default_device, engines, environment, label, results_folder, run_worker, write_json
+from .common import REFERENCE, default_device, engines, environment, label, results_folder, run_worker, write_json
 from .plots import draw_curve
 
 POSITIONS = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
@@ -28,13 +28,15 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--model", default="smollm2-135m", help="a name (smollm2-135m, tiny) or a folder")
+    p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes; without transformers")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     p.add_argument("--samples", type=int, default=3, help="runs per engine; the median counts")
     p.add_argument("--positions", type=int, nargs="+", default=POSITIONS, help="where to measure")
     p.add_argument("--every-token", action="store_true", help="make all tokens up to the last position")
     p.add_argument("--engines", nargs="+", default=engines()[:3], choices=engines(), help="lines of the figure")
-    p.add_argument("--out", type=Path, help="folder for curve.json and curve.png; left out: benchmarks/results/...")
+    p.add_argument("--name", default="curve", help="of the files: NAME.json and NAME.png")
+    p.add_argument("--out", type=Path, help="folder for the files; left out: benchmarks/results/...")
     return p
 
 
@@ -48,7 +50,7 @@ def prompt(length: int) -> list[int]:
 
 def measure_sampled(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
     """Step times at each position, from short runs on prompts of that length."""
-    job = {name: getattr(args, name) for name in ("model", "device", "dtype", "samples")}
+    job = {name: getattr(args, name) for name in ("model", "device", "dtype", "samples", "load_format")}
     job |= {"prompts": [prompt(p - 1) for p in args.positions], "max_tokens": STEPS}
     result = run_worker(engine, job, bar.update)
     steps = [[_gaps(sample["runs"][i])[0] for sample in result["samples"]] for i in range(len(args.positions))]
@@ -59,7 +61,7 @@ def measure_sampled(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
 def measure_every_token(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
     """One run up to the last position; the times at the positions are read off it, their sum is measured."""
     start, end = 4, max(args.positions)
-    job = {name: getattr(args, name) for name in ("model", "device", "dtype")} | {"samples": 1}
+    job = {name: getattr(args, name) for name in ("model", "device", "dtype", "load_format")} | {"samples": 1}
     job |= {"prompts": [prompt(start)], "max_tokens": end - start}
     result = run_worker(engine, job, bar.update)
     run = result["samples"][0]["runs"][0]
@@ -98,12 +100,15 @@ def _integrate(positions: list[int], seconds: list[float]) -> list[float]:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.positions.sort()
+    args.load_format = "dummy" if args.dummy else "auto"
+    if args.dummy:
+        args.engines = [engine for engine in args.engines if engine != REFERENCE]
     measure = measure_every_token if args.every_token else measure_sampled
     per_engine = max(args.positions) if args.every_token else args.samples * len(args.positions) * STEPS
     with tqdm(total=per_engine * len(args.engines), unit="tok", desc="Curve") as bar:
         rows = [measure(engine, args, bar) for engine in args.engines]
     device = args.device or default_device()
-    out, name = args.out or results_folder(device), "curve-every-token" if args.every_token else "curve"
+    out, name = args.out or results_folder(device), args.name
     job = {"model": args.model, "every_token": args.every_token, "samples": args.samples}
     document = {"environment": environment(device), "job": job, "rows": rows}
     write_json(out / f"{name}.json", document)

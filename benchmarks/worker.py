@@ -25,7 +25,7 @@ class StageEngine:
 
     def __init__(self, package: str, job: dict):
         self.stage = importlib.import_module(package)
-        options = {name: job[name] for name in ("device", "dtype", "max_model_len") if job.get(name)}
+        options = {name: job[name] for name in ("device", "dtype", "max_model_len", "load_format") if job.get(name)}
         self.llm = self.stage.LLM(job["model"], **options)
         self.dtype = str(self.llm.resolved.dtype).removeprefix("torch.")
         self.backend = self.llm.resolved.attention_backend

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .. import LLM, SamplingParams
-from ..attention import AttentionMetadata, causal_mask
+from ..attention import BACKENDS, AttentionMetadata, causal_mask
 from ..kv_cache import KVCache, kv_bytes_per_token
 from ..sequence import Sequence
 
@@ -169,3 +169,17 @@ def test_no_room_is_a_value_error_with_the_numbers(llm):
     """Out of memory at start says how much was wanted and what to change."""
     with pytest.raises(ValueError, match=r"10000000000000 tokens x .* lower max_model_len"):
         KVCache(llm.model_config, 10**13, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_len, seq_len", [(1, 1), (1, 300), (7, 7), (5, 133), (64, 64), (129, 257)])
+def test_flash_attn_equals_torch(query_len, seq_len):
+    """The other backend, on random numbers: chunks, whole prompts and single tokens, beside slots that hold NaN."""
+    pytest.importorskip("flash_attn")
+    torch.manual_seed(query_len)
+    q, k, v = (torch.randn(query_len, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (9, 3, 3))
+    kv = torch.randn(2, 512, 3, 64, device="cuda", dtype=torch.bfloat16)
+    kv[:, seq_len:] = float("nan")
+    metadata = AttentionMetadata(query_len, seq_len)
+    outs = [BACKENDS[name](q, k, v, kv.clone(), metadata) for name in ("torch", "flash_attn")]
+    torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)

@@ -1,10 +1,12 @@
 """The KV cache in slots: cached equals uncached, unwritten slots are never read, and the memory is what it says."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
 from .. import LLM, SamplingParams, kv_cache
-from ..attention import AttentionMetadata, causal_mask
+from ..attention import BACKENDS, AttentionMetadata, causal_mask
 from ..kv_cache import kv_bytes_per_token, resolve_num_slots
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -121,3 +123,33 @@ def test_slots_are_checked_against_free_memory(free, requested, wanted, monkeypa
             resolve_num_slots(requested, 10, CPU)
     else:
         assert resolve_num_slots(requested, 10, CPU) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", [[(1, 1)] * 3, [(1, 300), (1, 5), (1, 77)], [(7, 7), (1, 40), (33, 150), (5, 5)]])
+def test_flash_attn_equals_torch(shapes):
+    """The other backend, on random numbers: pure decode and mixed steps, slots out of order, unwritten places NaN."""
+    pytest.importorskip("flash_attn")
+    torch.manual_seed(len(shapes))
+    total = sum(query_len for query_len, _ in shapes)
+    q, k, v = (torch.randn(total, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (9, 3, 3))
+    slots = [3, 0, 2, 1][: len(shapes)]
+    kv = torch.full((2, 4, 512, 3, 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+    for slot, (_, seq_len) in zip(slots, shapes, strict=True):
+        kv[:, slot, :seq_len] = torch.randn(2, seq_len, 3, 64, device="cuda", dtype=torch.bfloat16)
+    metadata = metadata_of(shapes, slots, slot_len=512)
+    outs = [BACKENDS[name](q, k, v, kv.clone(), metadata) for name in ("torch", "flash_attn")]
+    torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+
+
+def metadata_of(shapes: list[tuple[int, int]], slots: list[int], slot_len: int) -> AttentionMetadata:
+    """What the runner would build for sequences of (query_len, seq_len) in these slots."""
+
+    def tensor(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device="cuda")
+
+    queries, lens = [q for q, _ in shapes], [s for _, s in shapes]
+    places = [slot * slot_len + p for slot, (q, s) in zip(slots, shapes, strict=True) for p in range(s - q, s)]
+    offsets = [tensor([0, *accumulate(values)]) for values in (queries, lens)]
+    table = tensor([[slot] for slot in slots])
+    return AttentionMetadata(queries, lens, slots, *offsets, tensor(lens), table, tensor(places, torch.int64))
