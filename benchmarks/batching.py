@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
+    p.add_argument("--only", default="", help="only the rows whose name holds this text")
     p.add_argument("--samples", type=int, default=1, help="runs per row, after a warm-up; the median counts")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="throughput: sequences at once")
     p.add_argument("--out", type=Path, help="folder for the files; left out: benchmarks/results/...")
@@ -106,7 +107,7 @@ DRAW = {"claims": draw_claims, "clock": draw_claims, "stalls": draw_stalls, "thr
 def measure(args: argparse.Namespace) -> list[dict]:
     """Every row in a fresh process, with a summary of what its requests saw."""
     model = args.model or ("tiny" if args.what == "claims" else "smollm2-135m")
-    plan, measured = WHAT[args.what](args), []
+    plan, measured = [r for r in WHAT[args.what](args) if args.only in r["name"]], []
     with tqdm(total=len(plan), unit="row", desc=args.what) as bar:
         for r in plan:
             options = r["options"] | {"device": args.device, "dtype": args.dtype}
@@ -177,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     args = cli.parse_args(argv)
     if args.samples < 1 or min(args.batches) < 1:
         cli.error("--samples and --batches must be at least 1")
+    if not any(args.only in r["name"] for r in WHAT[args.what](args)):
+        cli.error(f"--only {args.only!r} leaves no row of {args.what}")
     rows = measure(args)
     device = args.device or default_device()
     env = environment(device)

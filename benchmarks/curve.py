@@ -65,9 +65,9 @@ def measure_every_token(engine: str, args: argparse.Namespace, bar: tqdm) -> dic
     job |= {"prompts": [prompt(start)], "max_tokens": end - start}
     result = run_worker(engine, job, bar.update)
     run = result["samples"][0]["runs"][0]
-    gaps, positions = _gaps(run), [p for p in args.positions if p - start + 4 < end - start and p > start + 4]
-    near = [gaps[p - start - 4 : p - start + 4] for p in positions]
-    in_all = [run["token_times"][p - start] for p in positions]
+    gaps, positions = _gaps(run), [p for p in args.positions if p > start + 4]
+    near = [gaps[p - start - 4 : p - start + 4] for p in positions]  # eight steps around each position
+    in_all = [run["token_times"][p - start - 1] for p in positions]
     return _row(engine, result, positions, [median(times) for times in near], near, in_all)
 
 

@@ -220,12 +220,15 @@ class LLM:
 
     def _postprocess(self, batch: list[Scheduled], result: StepResult, start: float, scheduled: float) -> None:
         """Take over what the step computed, and count it."""
+        begin = time.perf_counter()
         for item in batch:
             item.seq.num_computed_tokens += item.num_tokens
         for item in batch:
             if item.is_last_chunk:
                 item.seq.append_token(result.token_ids[item.seq.request_id])
-        self.metrics.record(self._record(batch, result, start, scheduled))
+        record = self._record(batch, result, start, scheduled)
+        record.seconds["postprocess"] = time.perf_counter() - begin
+        self.metrics.record(record)
 
     def _retire(self) -> list[RequestOutput]:
         """Let finished sequences go. Returns the outputs that `step` owes its caller."""

@@ -143,7 +143,7 @@ def test_trace_has_one_record_per_step():
     assert [record.finished for record in trace] == [[], [two], [one]]
     slots = llm.scheduler_config.max_num_seqs
     assert [record.idle_slots for record in trace] == [slots - 2, slots - 2, slots - 1]
-    assert all(set(record.seconds) == {"schedule", "prepare", "forward", "sample"} for record in trace)
+    assert all(set(record.seconds) == {"schedule", "prepare", "forward", "sample", "postprocess"} for record in trace)
     assert all(seconds >= 0 for record in trace for seconds in record.seconds.values())
     assert all(a.time + sum(a.seconds.values()) <= b.time for a, b in pairwise(trace))
 
