@@ -35,8 +35,8 @@ test: $(VENV)/ready
 curve: $(VENV)/ready
 	$(RUN) -m benchmarks.curve
 
-diff:
-	@$(PYTHON) tools/lineage.py diff $(FROM) $(TO) $(FILE)
+diff: $(VENV)/ready
+	@$(RUN) tools/lineage.py diff $(FROM) $(TO) $(FILE)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--only", default="", help="only the rows whose name holds this text")
     p.add_argument("--samples", type=int, default=1, help="runs per row, after a warm-up; the median counts")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="throughput: sequences at once")
-    p.add_argument("--out", type=Path, help="folder for the files; left out: benchmarks/results/...")
+    p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
 
 

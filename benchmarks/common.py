@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+OUT = ROOT / "out"  # ignored by git; results to keep are written with --out benchmarks/results/...
 REFERENCE = "transformers"
 
 
@@ -50,9 +50,9 @@ def device_name(device: str) -> str:
 
 
 def results_folder(device: str) -> Path:
-    """benchmarks/results/cpu, or the GPU's short name, e.g. benchmarks/results/h200."""
+    """out/cpu, or the GPU's short name, e.g. out/h200."""
     name = "cpu" if device == "cpu" else device_name(device).lower().removeprefix("nvidia").split()[0]
-    return RESULTS / name
+    return OUT / name
 
 
 def environment(device: str) -> dict:

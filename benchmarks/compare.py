@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt")
     p.add_argument("--samples", type=int, default=3, help="rounds; each is a fresh process per engine")
     p.add_argument("--engines", nargs="+", default=engines(), choices=engines(), help="rows of the table")
-    p.add_argument("--out", type=Path, help="folder for compare.json and compare.png; left out: benchmarks/results/...")
+    p.add_argument("--out", type=Path, help="folder for compare.json and compare.png; left out: out/cpu, out/h200, ...")
     return p
 
 

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--every-token", action="store_true", help="make all tokens up to the last position")
     p.add_argument("--engines", nargs="+", default=engines()[:3], choices=engines(), help="lines of the figure")
     p.add_argument("--name", default="curve", help="of the files: NAME.json and NAME.png")
-    p.add_argument("--out", type=Path, help="folder for the files; left out: benchmarks/results/...")
+    p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
 
 

@@ -1,6 +1,6 @@
 """Gallery: one prompt under many sampling parameters, to see what each does to a text.
 
-    python -m benchmarks.gallery            # writes benchmarks/results/<device>/gallery.json
+    python -m benchmarks.gallery            # writes out/<device>/gallery.json
 
 Most complaints about an engine's text (it repeats itself, it jumps between topics, it says nothing) are the doing of
 these parameters. Everything here is seeded: the same machine writes the same texts again.
@@ -48,7 +48,7 @@ CASES = [
         LOOP,
         False,
         dict(temperature=0.0, repetition_penalty=3.0, max_tokens=80),
-        "over-penalised: grammar goes next",
+        "over-penalised: the subject is lost",
     ),
     ("one word", SHORT, True, dict(temperature=0.0), "the end token comes when the model wants"),
     ("min_tokens 30", SHORT, True, dict(temperature=0.0, min_tokens=30), "the end is forbidden: the model must go on"),
@@ -81,7 +81,7 @@ def main() -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.gallery", description="One prompt, many parameters.")
     p.add_argument("--model", default="smollm2-135m", help="a name or a folder")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
-    p.add_argument("--out", type=Path, help="folder for gallery.json; left out: benchmarks/results/...")
+    p.add_argument("--out", type=Path, help="folder for gallery.json; left out: out/cpu, out/h200, ...")
     args = p.parse_args()
     device = args.device or default_device()
     rows = run(args.model, args.device)

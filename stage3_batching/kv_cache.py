@@ -18,7 +18,7 @@ from collections import deque
 import psutil
 import torch
 
-from .config import ModelConfig
+from .config import ModelConfig, Resolved
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -62,6 +62,16 @@ class KVCache:
         self.bytes_per_token = kv_bytes_per_token(layers, kv_heads, head_dim, config.dtype)
         shape = (layers, 2, num_slots, slot_len, kv_heads, head_dim)
         self.data = torch.empty(shape, dtype=config.dtype, device=device)
+
+
+def plan_slots(config: ModelConfig, requested: int | None, resolved: Resolved) -> tuple[int, int]:
+    """How many slots to make, and how many tokens each holds. Raises ValueError if they do not fit."""
+    slot_len = resolved.max_model_len
+    if resolved.attention_backend == "flash_attn":
+        slot_len = -(-slot_len // 256) * 256  # its kernel reads a slot as a block, and blocks are multiples of 256
+    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
+    slot_bytes = slot_len * kv_bytes_per_token(layers, kv_heads, config.head_dim, config.dtype)
+    return resolve_num_slots(requested, slot_bytes, resolved.device), slot_len
 
 
 def free_memory(device: torch.device) -> int:

@@ -32,12 +32,12 @@ from .config import (
     resolve_scheduler,
 )
 from .inputs import as_params, as_prompts, check_params, check_prompt_ids
-from .kv_cache import KVCache, SlotAllocator, kv_bytes_per_token, resolve_num_slots
-from .metrics import Metrics, StepRecord
+from .kv_cache import KVCache, SlotAllocator, plan_slots
+from .metrics import Metrics
 from .model_runner import ModelRunner, StepResult
 from .progress import Progress
 from .sampling import SamplingParams
-from .scheduler import Scheduled, Scheduler, check_fits_step
+from .scheduler import Scheduled, Scheduler, check_fits_step, step_record
 from .sequence import RequestOutput, Sequence
 from .tokenizer import Detokenizer, Tokenizer
 
@@ -91,16 +91,13 @@ class LLM:
 
     def _build_cache(self) -> KVCache:
         """The slots of the KV cache, as many as asked for or as fit, and the scheduler that hands them out."""
-        c, r = self.model_config, self.resolved
-        slot_len = r.max_model_len
-        if r.attention_backend == "flash_attn":
-            slot_len = -(-slot_len // 256) * 256  # its kernel reads a slot as a block, and blocks are multiples of 256
-        per_token = kv_bytes_per_token(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.dtype)
-        num_slots = resolve_num_slots(self.config.max_num_seqs, slot_len * per_token, r.device)
+        config, r = self.model_config, self.resolved
+        num_slots, slot_len = plan_slots(config, self.config.max_num_seqs, r)
         self.scheduler_config = resolve_scheduler(self.config, num_slots, r.max_model_len)
         self.scheduler = Scheduler(self.scheduler_config, SlotAllocator(num_slots))
-        self.metrics.kv_bytes_per_token = per_token
-        return KVCache(c, num_slots, slot_len, r.device)
+        kv_cache = KVCache(config, num_slots, slot_len, r.device)
+        self.metrics.kv_bytes_per_token = kv_cache.bytes_per_token
+        return kv_cache
 
     def _announce(self) -> None:
         r = self.resolved
@@ -122,8 +119,7 @@ class LLM:
         Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
         """
         seqs = self._make_sequences(prompts, sampling_params)
-        for seq in seqs:
-            self._enqueue(seq)
+        self._enqueue(seqs)
         try:
             with Progress(len(seqs), self.metrics, use_tqdm) as bar:
                 while bar.count < len(seqs):
@@ -145,8 +141,7 @@ class LLM:
         seqs = self._make_sequences(prompt, sampling_params)
         if not seqs:
             raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
-        for seq in seqs:
-            self._enqueue(seq)
+        self._enqueue(seqs)
         pieces = self._pieces(seqs)
         return pieces if len(seqs) > 1 else (piece for _, piece in pieces)
 
@@ -178,10 +173,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
-        self,
-        prompt: str | list[int],
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
         (seq,) = self._make_sequences([prompt], sampling_params)
@@ -189,7 +181,7 @@ class LLM:
             if request_id in self._requests:
                 raise ValueError(f"request_id={request_id!r} is in use; choose another, or wait until it has finished")
             seq.request_id = request_id
-        self._enqueue(seq)
+        self._enqueue([seq])
         self._for_step[seq.request_id] = None
         return seq.request_id
 
@@ -226,9 +218,9 @@ class LLM:
         for item in batch:
             if item.is_last_chunk:
                 item.seq.append_token(result.token_ids[item.seq.request_id])
-        record = self._record(batch, result, start, scheduled)
-        record.seconds["postprocess"] = time.perf_counter() - begin
-        self.metrics.record(record)
+        seconds = {"schedule": scheduled - start, **result.seconds, "postprocess": time.perf_counter() - begin}
+        slot_len, pairs = self.model_runner.kv_cache.slot_len, result.attention_pairs
+        self.metrics.record(step_record(batch, self.scheduler, slot_len, start, pairs, seconds))
 
     def _retire(self) -> list[RequestOutput]:
         """Let finished sequences go. Returns the outputs that `step` owes its caller."""
@@ -239,23 +231,10 @@ class LLM:
             self.metrics.trace[-1].finished.append(seq.request_id)
         return [seq.to_output() for seq in finished if self._for_step.pop(seq.request_id, seq) is None]
 
-    def _record(self, batch: list[Scheduled], result: StepResult, start: float, scheduled: float) -> StepRecord:
-        return StepRecord(
-            step=self.metrics.steps,
-            time=start,
-            tokens={item.seq.request_id: item.num_tokens for item in batch},
-            attention_pairs=result.attention_pairs,
-            seconds={"schedule": scheduled - start, **result.seconds},
-            kv_tokens_reserved=self.scheduler.slots.num_taken * self.model_runner.kv_cache.slot_len,
-            kv_tokens_used=sum(seq.num_computed_tokens for seq in self.scheduler.running.values()),
-            decode_tokens=sum(item.is_decode for item in batch),
-            idle_slots=self.scheduler_config.max_num_seqs - len(batch),
-            waiting=[seq.request_id for seq in self.scheduler.waiting],
-        )
-
-    def _enqueue(self, seq: Sequence) -> None:
-        self._requests[seq.request_id] = seq
-        self.scheduler.add(seq)
+    def _enqueue(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._requests[seq.request_id] = seq
+            self.scheduler.add(seq)
 
     def _serves(self, seq: Sequence) -> bool:
         return self._requests.get(seq.request_id) is seq

@@ -52,6 +52,7 @@ class Metrics:
 
     def record(self, record: StepRecord) -> None:
         """Count one step and keep its record."""
+        record.step = self.steps
         self.trace.append(record)
         self.steps += 1
         self.attention_pairs += record.attention_pairs

@@ -11,7 +11,7 @@ may compute `max_num_batched_tokens` of them; who gets how many is the policy:
             static                 mixed                      A, B, C, D: prompts; a, b, c, d: one token each
     step    1  2  3  4  5  6       1  2  3  4  5  6           .: a slot that computes nothing
     slot 0  A  a  a  a  a  C       A  a  a  a  a
-    slot 1  B  b  .  .  .  D       B  b  C  c  D  d           A needs 5 tokens, B and C 2, D 2
+    slot 1  B  b  .  .  .  D       B  b  C  c  D  d           A makes 5 tokens; B, C and D 2 each
 
 First come, first served: whoever cannot be admitted makes those behind it wait, so nobody waits for ever. Containers
 are ordered; nothing is decided by the order of a set. Source: Orca, section 4.1 (OSDI 2022); chunks: Sarathi-Serve
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from .config import SchedulerConfig
 from .kv_cache import SlotAllocator
+from .metrics import StepRecord
 from .sequence import Sequence
 
 
@@ -93,7 +94,9 @@ class Scheduler:
 
     def _prefill_or_decode(self, prefills: list[Sequence], decodes: list[Sequence], batch: Batch) -> None:
         """Prompts while there are any, but after max_num_seqs such steps in a row the running ones get their turn."""
-        if not decodes or self._prefill_steps < self.config.max_num_seqs:
+        if not decodes:
+            self._prefill_steps = 0
+        if self._prefill_steps < self.config.max_num_seqs:
             self._take(prefills, batch)
             self._admit(batch, len(prefills))
             self._prefill_steps += 1
@@ -161,3 +164,21 @@ def check_fits_step(prompt_token_ids: list[int], config: SchedulerConfig) -> lis
             f"{config.max_num_batched_tokens} and prompts are not cut; raise it, or set enable_chunked_prefill=True"
         )
     return prompt_token_ids
+
+
+def step_record(
+    batch: list[Scheduled], scheduler: Scheduler, slot_len: int, start: float, attention_pairs: int, seconds: dict
+) -> StepRecord:
+    """What the trace keeps of a step that has just been computed: who ran, who waits, what the cache holds."""
+    return StepRecord(
+        step=-1,  # numbered when it is recorded
+        time=start,
+        tokens={item.seq.request_id: item.num_tokens for item in batch},
+        attention_pairs=attention_pairs,
+        seconds=seconds,
+        kv_tokens_reserved=scheduler.slots.num_taken * slot_len,
+        kv_tokens_used=sum(seq.num_computed_tokens for seq in scheduler.running.values()),
+        decode_tokens=sum(item.is_decode for item in batch),
+        idle_slots=scheduler.config.max_num_seqs - len(batch),
+        waiting=[seq.request_id for seq in scheduler.waiting],
+    )

@@ -217,9 +217,9 @@ def run_faults(root: Path, faults: list[Fault], jobs: int, tell: Callable[[Verdi
 
 def list_faults(faults: list[Fault], answers: bool) -> None:
     for fault in faults:
-        print(f"{fault.stage}  {fault.id}  ({fault.file})\n    {fault.idea}")
+        print(f"{fault.stage}  {fault.id}  ({fault.file})")
         if answers:
-            print(f"    {fault.find!r}\n -> {fault.replace!r}\n    found by {fault.test}")
+            print(f"    {fault.idea}\n    {fault.find!r}\n -> {fault.replace!r}\n    found by {fault.test}")
 
 
 def plant(root: Path, fault: Fault) -> None:
@@ -249,7 +249,9 @@ def parser() -> argparse.ArgumentParser:
     commands = p.add_subparsers(dest="command", required=True)
     c = commands.add_parser("list", help="the faults of a stage, or of all stages")
     c.add_argument("stage", nargs="?", help="a stage's number or name")
-    c.add_argument("--answers", action="store_true", help="also what is changed, and which test finds it")
+    c.add_argument(
+        "--answers", action="store_true", help="also what is wrong, what is changed, and which test finds it"
+    )
     for name, text in (("plant", "break a stage in this working tree"), ("undo", "mend it again")):
         c = commands.add_parser(name, help=text)
         c.add_argument("stage", help="a stage's number or name")

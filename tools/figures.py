@@ -123,7 +123,8 @@ def gallery(page: Path, path: str) -> str:
     document = load(path)
     parts = []
     for row in document["rows"]:
-        params = ", ".join(f"{key}={value!r}" for key, value in row["params"].items())
+        given = {"max_tokens": 48} | row["params"]
+        params = ", ".join(f"{key}={value!r}" for key, value in given.items())
         text = " ".join(row["text"].split()) or "(nothing)"
         kind = "chat" if row["chat"] else "plain text"
         parts.append(f'**{row["name"]}**: {row["see"]}. `{params}`; {kind}: "{row["prompt"]}"\n\n> {text}\n')
@@ -132,7 +133,7 @@ def gallery(page: Path, path: str) -> str:
 
 def lines(page: Path) -> str:
     """Lines of each stage: the files that a lesson reads, the given ones, and the tests."""
-    given = {"tokenizer.py", "sampling.py", "checkpoint.py", "zoo.py", "inputs.py", "rope.py", "config.py"}
+    given = {"tokenizer.py", "sampling.py", "checkpoint.py", "zoo.py", "inputs.py", "rope.py", "progress.py"}
     rows = []
     for folder in sorted(ROOT.glob("stage[1-9]_*")):
         count = {file.name: len(file.read_text().splitlines()) for file in folder.glob("*.py")}

@@ -162,6 +162,17 @@ def test_static_admits_nobody_until_the_longest_member_ends():
     assert steps[6:] == [[("c", 3)]]
 
 
+def test_a_static_batch_is_whole_whatever_ran_before():
+    """Steps without anybody to starve do not count: after three short requests the next batch still takes both."""
+    s = scheduler("static", num_seqs=2, tokens=10)
+    for i in range(3):
+        s.add(sequence(f"short{i}", 6, 1))
+        run_all(s)
+    s.add(sequence("a", 6, 4))
+    s.add(sequence("b", 6, 4))
+    assert run_all(s) == [[("a", 6)], [("b", 6)], *[[("a", 1), ("b", 1)]] * 3]
+
+
 def test_static_returns_its_members_together():
     """A short request gets its answer when the longest one is done."""
     s = scheduler("static", num_seqs=2)
