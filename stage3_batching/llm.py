@@ -6,8 +6,7 @@
     llm.add_request("Hello"); llm.step()                        # one iteration at a time, for a server's loop
     llm.chat([{"role": "user", "content": "Hello"}])
 
-Stage 3 serves many requests at once. Each step the scheduler decides anew who runs and with how many tokens; requests
-may come and go between any two steps.
+Stage 3 serves many requests at once; they may come and go between any two steps, and each step is planned anew.
 """
 
 import gc
@@ -215,7 +214,6 @@ class LLM:
         begin = time.perf_counter()
         for item in batch:
             item.seq.num_computed_tokens += item.num_tokens
-        for item in batch:
             if item.is_last_chunk:
                 item.seq.append_token(result.token_ids[item.seq.request_id])
         seconds = {"schedule": scheduled - start, **result.seconds, "postprocess": time.perf_counter() - begin}
