@@ -145,12 +145,18 @@ def _processes() -> BaseContext:
 PROCESSES = _processes()
 
 
+def is_ours(path: str) -> bool:
+    """Whether an entry of sys.path leads to the repository's own code. A .venv inside it holds other people's."""
+    place = Path(path or ".").resolve()
+    return place.is_relative_to(ROOT) and "site-packages" not in place.parts
+
+
 def _pytest(folder: str, arguments: list[str]) -> None:
     """The process of `run_tests`: pytest in a folder, with no way back to this repository's modules."""
     import pytest
 
     os.chdir(folder)
-    sys.path[:] = [folder, *(path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT))]
+    sys.path[:] = [folder, *(path for path in sys.path if not is_ours(path))]
     for name in ("PYTHONPATH", "PYTEST_ADDOPTS"):
         os.environ.pop(name, None)
     sys.dont_write_bytecode = True

@@ -162,6 +162,16 @@ def test_static_admits_nobody_until_the_longest_member_ends():
     assert steps[6:] == [[("c", 3)]]
 
 
+def test_static_leaves_free_slots_empty():
+    """Whoever comes while a batch decodes waits for its end, even if a slot has been free all the time."""
+    s = scheduler("static", num_seqs=2, tokens=16)
+    s.add(sequence("a", 3, 4))
+    run_step(s)
+    run_step(s)
+    s.add(sequence("late", 3, 1))
+    assert run_all(s) == [[("a", 1)], [("a", 1)], [("late", 3)]]
+
+
 def test_a_static_batch_is_whole_whatever_ran_before():
     """Steps without anybody to starve do not count: after three short requests the next batch still takes both."""
     s = scheduler("static", num_seqs=2, tokens=10)
