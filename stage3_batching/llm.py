@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -36,7 +37,7 @@ from .metrics import Metrics
 from .model_runner import ModelRunner, StepResult
 from .progress import Progress
 from .sampling import SamplingParams
-from .scheduler import Scheduled, Scheduler, check_fits_step, step_record
+from .scheduler import Scheduled, Scheduler, check_fits_step, check_request_id, step_record
 from .sequence import RequestOutput, Sequence
 from .tokenizer import Detokenizer, Tokenizer
 
@@ -90,11 +91,10 @@ class LLM:
 
     def _build_cache(self) -> KVCache:
         """The slots of the KV cache, as many as asked for or as fit, and the scheduler that hands them out."""
-        config, r = self.model_config, self.resolved
-        num_slots, slot_len = plan_slots(config, self.config.max_num_seqs, r)
-        self.scheduler_config = resolve_scheduler(self.config, num_slots, r.max_model_len)
+        num_slots, slot_len = plan_slots(self.model_config, self.config.max_num_seqs, self.resolved)
+        self.scheduler_config = resolve_scheduler(self.config, num_slots, self.resolved.max_model_len)
         self.scheduler = Scheduler(self.scheduler_config, SlotAllocator(num_slots))
-        kv_cache = KVCache(config, num_slots, slot_len, r.device)
+        kv_cache = KVCache(self.model_config, num_slots, slot_len, self.resolved.device)
         self.metrics.kv_bytes_per_token = kv_cache.bytes_per_token
         return kv_cache
 
@@ -118,8 +118,8 @@ class LLM:
         Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
         """
         seqs = self._make_sequences(prompts, sampling_params)
-        self._enqueue(seqs)
         try:
+            self._enqueue(seqs)
             with Progress(len(seqs), self.metrics, use_tqdm) as bar:
                 while bar.count < len(seqs):
                     self._step_for_others()
@@ -140,19 +140,21 @@ class LLM:
         seqs = self._make_sequences(prompt, sampling_params)
         if not seqs:
             raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
-        self._enqueue(seqs)
         pieces = self._pieces(seqs)
-        return pieces if len(seqs) > 1 else (piece for _, piece in pieces)
+        next(pieces)  # up to the first yield: closing a generator that never began would not run its `finally`
+        return pieces
 
-    def _pieces(self, seqs: list[Sequence]) -> Iterator[tuple[int, str]]:
+    def _pieces(self, seqs: list[Sequence]) -> Iterator:
         sent = [0] * len(seqs)
         try:
+            self._enqueue(seqs)
+            yield
             while True:
                 served = [self._serves(seq) for seq in seqs]
                 for i, seq in enumerate(seqs):
                     if len(seq.text) > sent[i]:
                         piece, sent[i] = seq.text[sent[i] :], len(seq.text)
-                        yield i, piece
+                        yield (i, piece) if len(seqs) > 1 else piece
                 if not any(served):
                     return
                 self._step_for_others()
@@ -175,11 +177,9 @@ class LLM:
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
+        check_request_id(request_id, self._requests)
         (seq,) = self._make_sequences([prompt], sampling_params)
-        if request_id is not None:
-            if request_id in self._requests:
-                raise ValueError(f"request_id={request_id!r} is in use; choose another, or wait until it has finished")
-            seq.request_id = request_id
+        seq.request_id = seq.request_id if request_id is None else request_id
         self._enqueue([seq])
         self._for_step[seq.request_id] = None
         return seq.request_id
@@ -203,7 +203,7 @@ class LLM:
         try:
             if batch:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
-        except Exception:  # what the step held must not stay behind
+        except BaseException:  # Ctrl-C too: what the step held must not stay behind, half done
             self._abort_all([item.seq for item in batch])
             raise
         outputs, self._undelivered = self._undelivered + self._retire(), []
@@ -226,7 +226,8 @@ class LLM:
         for seq in finished:
             seq.metrics.finish_time = time.perf_counter()
             del self._requests[seq.request_id]
-            self.metrics.trace[-1].finished.append(seq.request_id)
+            for record in self.metrics.trace[-1:]:  # none, if `reset` came between a static member's end and its return
+                record.finished.append(seq.request_id)
         return [seq.to_output() for seq in finished if self._for_step.pop(seq.request_id, seq) is None]
 
     def _enqueue(self, seqs: list[Sequence]) -> None:
@@ -238,8 +239,7 @@ class LLM:
         return self._requests.get(seq.request_id) is seq
 
     def _step_for_others(self) -> None:
-        """One step driven by generate or stream; what `step` would return is kept for its next caller."""
-        self._undelivered = self.step()
+        self._undelivered = self.step()  # kept for whoever calls `step` next
 
     def _abort_all(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -282,13 +282,13 @@ class LLM:
         )
 
     def _new_id(self) -> str:
-        self._next_id += 1
-        return self._new_id() if str(self._next_id - 1) in self._requests else str(self._next_id - 1)
+        self._next_id = next(n for n in count(self._next_id) if str(n) not in self._requests) + 1
+        return str(self._next_id - 1)
 
     def close(self) -> None:
         """End all requests and give the memory back. A second call does nothing; a later request is a ValueError."""
         self._abort_all(list(self._requests.values()))
-        self.model_runner = None
+        self.model_runner, self._undelivered = None, []
         if self.resolved.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

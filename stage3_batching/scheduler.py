@@ -94,7 +94,7 @@ class Scheduler:
 
     def _prefill_or_decode(self, prefills: list[Sequence], decodes: list[Sequence], batch: Batch) -> None:
         """Prompts while there are any, but after max_num_seqs such steps in a row the running ones get their turn."""
-        if not decodes:
+        if not decodes or self.config.policy == "static":  # a static batch is finite: forming it starves nobody
             self._prefill_steps = 0
         if self._prefill_steps < self.config.max_num_seqs:
             self._take(prefills, batch)
@@ -164,6 +164,14 @@ def check_fits_step(prompt_token_ids: list[int], config: SchedulerConfig) -> lis
             f"{config.max_num_batched_tokens} and prompts are not cut; raise it, or set enable_chunked_prefill=True"
         )
     return prompt_token_ids
+
+
+def check_request_id(request_id: object, in_use: dict[str, Sequence]) -> None:
+    """Raises ValueError for an id that is no text, or that a request in the engine already has."""
+    if not isinstance(request_id, str | None):
+        raise ValueError(f"request_id={request_id!r}: expected text or None")
+    if request_id in in_use:
+        raise ValueError(f"request_id={request_id!r} is in use; choose another, or wait until it has finished")
 
 
 def step_record(

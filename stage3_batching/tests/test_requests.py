@@ -179,3 +179,85 @@ def test_times_of_each_request(llm):
         assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.token_times[-1] <= m.finish_time
         assert len(m.itl) == 4 and 0 <= m.queue_time <= m.ttft
     assert outputs[3].metrics.queue_time > max(o.metrics.queue_time for o in outputs[:3])
+
+
+def test_a_stream_closed_before_its_first_piece_is_ended(llm):
+    """A generator that never began does not run its finally: the orphan took a slot when somebody else stepped."""
+    stream = llm.stream([1, 2, 3], greedy(8))
+    assert llm.has_unfinished_requests()
+    stream.close()
+    assert is_clean(llm)
+    llm.stream([1, 2, 3], greedy(8))  # dropped at once
+    assert is_clean(llm)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ctrl_c_half_way_through_a_step(policy, monkeypatch):
+    """Between counting a token as computed and appending it: the request lacked nothing and was never run again."""
+    with LLM("tiny", dtype="float64", device="cpu", max_model_len=64, max_num_seqs=2, policy=policy) as llm:
+        llm.add_request([1, 2, 3], greedy(9))
+        llm.step()
+
+        def stop(self, token_id):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(next(iter(llm.scheduler.running.values()))), "append_token", stop)
+            with pytest.raises(KeyboardInterrupt):
+                llm.step()
+        assert is_clean(llm)
+
+
+def test_reset_before_a_static_batch_returns():
+    """The record of the step that a request ended in may be gone when its batch ends."""
+    with LLM("tiny", device="cpu", policy="static", max_num_seqs=3, max_model_len=64) as llm:
+        llm.add_request([1, 2], greedy(1), request_id="short")
+        llm.add_request([3, 4], greedy(20), request_id="long")
+        llm.step()
+        llm.metrics.reset()
+        llm.abort_request("long")
+        assert [output.request_id for output in llm.step()] == ["short"]
+        assert is_clean(llm)
+
+
+@pytest.mark.parametrize("request_id", [1, 1.0, True, ("a",), ["a"], b"a"])
+def test_an_id_that_is_no_text_is_refused(llm, request_id):
+    """Other types end up as keys in the trace, or collide with each other."""
+    with pytest.raises(ValueError, match="expected text or None"):
+        llm.add_request([1], greedy(1), request_id=request_id)
+    assert is_clean(llm)
+
+
+def test_a_refused_id_uses_up_nothing():
+    """The next request's id and drawn seed are those of an engine that never saw the refusal."""
+    made = []
+    for refuse in (False, True):
+        with LLM("tiny", dtype="float64", device="cpu", max_model_len=64, seed=1) as llm:
+            llm.add_request([1], greedy(1), request_id="x")
+            if refuse:
+                with pytest.raises(ValueError):
+                    llm.add_request([1], greedy(1), request_id="x")
+            (output,) = llm.generate([[7, 8]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+            made.append((output.request_id, output.outputs[0].token_ids))
+    assert made[0] == made[1]
+
+
+def test_many_ids_from_an_offset(llm):
+    """A user who numbers requests from 1,000 on must not exhaust the search for a free number."""
+    first = llm._next_id
+    for i in range(1100):
+        llm.add_request([1], greedy(1), request_id=str(first + i))
+    own = llm.add_request([1], greedy(1))
+    assert own == str(first + 1100)
+    for i in range(1101):
+        llm.abort_request(str(first + i))
+    assert is_clean(llm)
+
+
+def test_close_leaves_nothing_to_step_for():
+    """Outputs that nobody fetched kept has_unfinished_requests true on an engine that can no longer step."""
+    llm = LLM("tiny", device="cpu", max_model_len=64)
+    llm.add_request([1], greedy(1))
+    llm.generate([[2]], greedy(4), use_tqdm=False)
+    llm.close()
+    assert not llm.has_unfinished_requests()

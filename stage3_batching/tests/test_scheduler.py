@@ -183,6 +183,16 @@ def test_a_static_batch_is_whole_whatever_ran_before():
     assert run_all(s) == [[("a", 6)], [("b", 6)], *[[("a", 1), ("b", 1)]] * 3]
 
 
+def test_a_static_batch_of_long_prompts_is_formed_whole():
+    """Prompts that take several steps each: nobody decodes before all members are there."""
+    s = scheduler("static", num_seqs=4, tokens=10, chunked=True)
+    for name in "abcd":
+        s.add(sequence(name, 45, 10))
+    steps = run_all(s)
+    assert len(steps) == 18 + 9
+    assert [name for name, _ in steps[18]] == list("abcd")
+
+
 def test_static_returns_its_members_together():
     """A short request gets its answer when the longest one is done."""
     s = scheduler("static", num_seqs=2)
