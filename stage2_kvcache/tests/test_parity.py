@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from .. import LLM
+from ..attention import BACKENDS
 from .helpers import (
     assert_same_greedy,
     assert_same_logits,
@@ -157,11 +158,11 @@ def test_gpu_in_fp32(variant, checkpoint):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["torch", "flash_attn"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
 def test_gpu_in_bfloat16(variant, backend, tmp_path):
     """Every backend by the same rule, with the head_dim of 64 that every build of flash-attn has."""
-    if backend == "flash_attn":
-        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    if backend != "torch":
+        pytest.importorskip(backend, reason=f"the package {backend} is not installed")
     folder = make_checkpoint(tmp_path / "model", variant, hidden_size=256, head_dim=64)
     assert_16_bit_parity(folder, "bfloat16", device="cuda", attention_backend=backend)

@@ -4,6 +4,7 @@ import pytest
 
 from .. import LLM, SamplingParams
 from ..config import POLICIES
+from ..sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,13 @@ def is_clean(llm: LLM) -> bool:
     return not llm.has_unfinished_requests() and llm.scheduler.slots.num_free == llm.scheduler_config.max_num_seqs
 
 
+def next_id(llm: LLM) -> int:
+    """The number that the engine gives to its next request."""
+    request_id = llm.add_request([1], greedy(1))
+    llm.abort_request(request_id)
+    return int(request_id) + 1
+
+
 def test_an_id_in_use_is_refused_and_the_first_is_untouched(llm):
     """A second request under the same id used to overwrite the first: one caller waits for ever."""
     llm.add_request([1, 2, 3], greedy(10), request_id="x")
@@ -42,7 +50,7 @@ def test_an_id_in_use_is_refused_and_the_first_is_untouched(llm):
 
 def test_own_ids_do_not_collide_with_given_ones(llm):
     """The engine counts; a user who counts too must not be overwritten."""
-    taken = str(llm._next_id)
+    taken = str(next_id(llm))
     llm.add_request([1], greedy(2), request_id=taken)
     assert llm.add_request([2], greedy(2)) != taken
     assert len(finish(llm)) == 2
@@ -202,7 +210,7 @@ def test_ctrl_c_half_way_through_a_step(policy, monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(next(iter(llm.scheduler.running.values()))), "append_token", stop)
+            patch.setattr(Sequence, "append_token", stop)
             with pytest.raises(KeyboardInterrupt):
                 llm.step()
         assert is_clean(llm)
@@ -244,7 +252,7 @@ def test_a_refused_id_uses_up_nothing():
 
 def test_many_ids_from_an_offset(llm):
     """A user who numbers requests from 1,000 on must not exhaust the search for a free number."""
-    first = llm._next_id
+    first = next_id(llm)
     for i in range(1100):
         llm.add_request([1], greedy(1), request_id=str(first + i))
     own = llm.add_request([1], greedy(1))
