@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("what", choices=list(WHAT), help="which measurement")
-    p.add_argument("--stage", default=BATCHING[-1], choices=BATCHING, help="the engine")
+    p.add_argument("--stage", default=BATCHING[0], choices=BATCHING, help="the engine")
     p.add_argument("--model", help="left out: tiny for claims, smollm2-135m otherwise")
     p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")

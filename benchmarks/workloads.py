@@ -66,11 +66,32 @@ def long_prompts_arrive(
     return running + [Request(_prompt(rng, long_len, vocab), 8, 16.0 + every * i) for i in range(num_long)]
 
 
-def mixed_256() -> list[Request]:
+def mixed_256(vocab: int = 10001) -> list[Request]:
     """The 256 requests that nano-vllm's benchmark made common: prompts and outputs of 100 to 1,024 tokens each.
 
-    142,827 prompt tokens and 133,966 output tokens in all.
+    142,827 prompt tokens and 133,966 output tokens in all. vocab: a smaller one folds the same ids into it.
     """
     rng = random.Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    prompts = [[rng.randint(0, 10000) % vocab for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     return [Request(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def short_answers(num_requests: int, vocab: int = 250) -> list[Request]:
+    """Many requests at once that use little of what they might: 100 to 500 tokens of prompt and output together."""
+    rng = random.Random(6)
+    return [Request(_prompt(rng, rng.randint(50, 250), vocab), rng.randint(50, 250)) for _ in range(num_requests)]
+
+
+def long_answers(num_requests: int, prompt_scale: int = 1, vocab: int = 250) -> list[Request]:
+    """Prompts of 24 to 40 tokens, times prompt_scale; outputs of 200 to 300; at once: all are let in, and then grow."""
+    rng = random.Random(7)
+    lengths = [(rng.randint(24, 40) * prompt_scale, rng.randint(200, 300)) for _ in range(num_requests)]
+    return [Request(_prompt(rng, prompt, vocab), output) for prompt, output in lengths]
+
+
+def documents_among_small(num_requests: int = 192, huge_len: int = 1500, vocab: int = 250) -> list[Request]:
+    """A backlog of small requests, and now and then four in a row whose prompts hold a whole document."""
+    rng = random.Random(8)
+    small = [Request(_prompt(rng, rng.randint(24, 40), vocab), rng.randint(80, 120)) for _ in range(num_requests)]
+    is_huge = [(i // 4) % 12 == 11 for i in range(num_requests)]
+    return [Request(_prompt(rng, huge_len, vocab), 16) if h else r for h, r in zip(is_huge, small, strict=True)]

@@ -87,6 +87,56 @@ def batching(page: Path, path: str) -> str:
     return table(["workload", *(NUMBERS[key][0] for key in keys)], rows) + "\n" + drawn + source(document)
 
 
+def paged(page: Path, path: str) -> str:
+    """A table of one of the measurements of KV memory in blocks, and its picture."""
+    document = load(path)
+    rows = [[row["name"], *cells] for row, cells in zip(document["rows"], document["cells"], strict=True)]
+    image = picture(page, path.replace(".json", ".png"), document["job"]["what"])
+    return table(["run", *document["columns"].values()], rows) + "\n" + image + "\n" + source(document)
+
+
+def moves(page: Path, path: str) -> str:
+    """Swap against recompute, and what single blocks cost."""
+    document = load(path)
+    keys = ("swap_out_ms", "swap_in_ms", "recompute_ms", "decode_ms")
+    rows = []
+    for row in document["rows"]:
+        size = f"{row['bytes'] / 2**20:,.0f}"
+        rows.append([row["model"], f"{row['length']:,}", size, *(f"{row[key]:.1f}" for key in keys)])
+    header = ["model", "tokens", "MB", "out, ms", "back, ms", "recompute, ms", "one decode step, ms"]
+    words = [
+        f"{model}, {name}: {piece['bytes'] / 1024:,.0f} KB, {piece['there_and_back_ms']:.3f} ms there and back"
+        for model, found in document["pieces"].items()
+        for name, piece in found.items()
+    ]
+    image = picture(page, path.replace(".json", ".png"), "swap against recompute over the length of the sequence")
+    return table(header, rows) + "\n" + "  \n".join(words) + "\n\n" + image + "\n" + source(document)
+
+
+def interleave(page: Path, path: str) -> str:
+    """Engines that took turns, step by step, on one workload."""
+    document, rows = load(path), []
+    first = document["rows"][0]["tokens_per_second"]
+    for row in document["rows"]:
+        speed = row["tokens_per_second"]
+        numbers = [f"{row['counters']['steps']:,}", f"{row['kv_bytes_reserved'] / 2**20:,.0f}", f"{row['seconds']:.1f}"]
+        rows.append([row["name"], row["backend"], *numbers, f"{speed:,.0f}", f"{speed / first:.2f}"])
+    header = ["engine", "attention", "steps", "KV reserved, MB", "seconds", "tokens/s", "to the first"]
+    return table(header, rows, left=2) + "\n" + source(document)
+
+
+def kernels(page: Path, path: str) -> str:
+    """Paged attention alone: our kernels and flash-attn, where both ran."""
+    document = load(path)
+    names = list(document["rows"][0]["results"])
+    rows = []
+    for row in document["rows"]:
+        found = [row["results"].get(name) for name in names]
+        cells = [f"{one['rate']:,.2f} {one['unit']}" if one else "-" for one in found]
+        rows.append([row["name"], *cells])
+    return table(["step", *names], rows) + "\n" + source(document)
+
+
 def curve(page: Path, path: str) -> str:
     """Milliseconds per token at a few positions, and the picture."""
     document = load(path)
@@ -150,7 +200,11 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "curve-one": curve_one,
     "curve-ratio": curve_ratio,
     "gallery": gallery,
+    "interleave": interleave,
+    "kernels": kernels,
     "lines": lines,
+    "moves": moves,
+    "paged": paged,
 }
 
 
