@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
-    p.add_argument("--only", default="", help="only the rows whose name holds this text")
+    p.add_argument("--only", nargs="+", default=[""], help="only the rows whose name holds one of these texts")
     p.add_argument("--samples", type=int, default=1, help="runs per row, after a warm-up; the median counts")
     p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
@@ -82,7 +82,7 @@ def thrash_rows(args: argparse.Namespace) -> list[dict]:
     arguments |= {} if is_tiny else {"prompt_scale": 64}
     blocks, enough = (360, 1300) if is_tiny else (2880, 10000)
     pool = dict(num_kv_blocks=blocks, block_size=BLOCK, max_num_seqs=64, max_model_len=512 if is_tiny else 4096)
-    swap = dict(preemption_mode="swap", num_swap_blocks=enough)
+    swap = dict(preemption_mode="swap", num_swap_blocks=enough if is_tiny else 7000)
 
     def one(name: str, slice_steps: int = 0, **options) -> dict:
         return row(name, BLOCKS, "long_answers", arguments, **pool | options) | {"slice_steps": slice_steps}
@@ -115,9 +115,13 @@ WHAT = {"memory": memory_rows, "capacity": capacity_rows, "thrash": thrash_rows,
 DRAW = {"memory": draw_memory, "capacity": draw_capacity, "thrash": draw_thrash, "story": draw_story}
 
 
+def planned(args: argparse.Namespace) -> list[dict]:
+    return [r for r in WHAT[args.what](args) if any(text in r["name"] for text in args.only)]
+
+
 def measure(args: argparse.Namespace) -> list[dict]:
     """Every row in a fresh process, with a summary."""
-    plan, measured = [r for r in WHAT[args.what](args) if args.only in r["name"]], []
+    plan, measured = planned(args), []
     with tqdm(total=len(plan), unit="row", desc=args.what) as bar:
         for r in plan:
             options = r["options"] | {"device": args.device, "dtype": args.dtype}
@@ -206,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     args = cli.parse_args(argv)
     if args.samples < 1:
         cli.error("--samples must be at least 1")
-    if not any(args.only in r["name"] for r in WHAT[args.what](args)):
+    if not planned(args):
         cli.error(f"--only {args.only!r} leaves no row of {args.what}")
     rows = measure(args)
     device = args.device or default_device()

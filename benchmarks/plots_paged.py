@@ -24,7 +24,7 @@ def _shade(row: dict) -> str:
 def draw_memory(document: dict, path: Path) -> None:
     """KV memory over the steps: reserved as an outline, used filled in; one panel per row, one scale."""
     rows = document["rows"]
-    fig, axes = plt.subplots(1, len(rows), figsize=(11, 3.4), sharey=True)
+    fig, (axes,) = plt.subplots(1, len(rows), figsize=(11, 3.4), sharey=True, squeeze=False)
     for axis, row in zip(axes, rows, strict=True):
         series = row["result"]["samples"][0]["series"]
         per_token = row["result"]["samples"][0]["counters"]["kv_bytes_per_token"] / 2**30
@@ -70,7 +70,7 @@ def draw_thrash(document: dict, path: Path) -> None:
 def draw_story(document: dict, path: Path) -> None:
     """Blocks in use over the steps, with a mark wherever somebody was preempted."""
     rows = document["rows"]
-    fig, axes = plt.subplots(1, len(rows), figsize=(12, 3.2), sharey=True)
+    fig, (axes,) = plt.subplots(1, len(rows), figsize=(12, 3.2), sharey=True, squeeze=False)
     for axis, row in zip(axes, rows, strict=True):
         series = row["result"]["samples"][0]["series"]
         pool = row["options"]["num_kv_blocks"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import compare, curve, gap
+from benchmarks import compare, curve, gap, interleave, moves, paged
 from benchmarks.common import REFERENCE, colour, engines, run_worker, stages
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--samples", "1"]
@@ -96,3 +96,33 @@ def test_bad_arguments_end_in_one_line(arguments, capsys):
         compare.main(arguments)
     assert exit_info.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_story_of_paged_memory(tmp_path):
+    """32 at once: nobody is preempted; the table's cells come from what was counted."""
+    assert paged.main(["story", "--only", "32 at once", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "paged-story.json").read_text())
+    (row,), (cells,) = document["rows"], document["cells"]
+    assert row["preemptions"] == 0 and cells[list(document["columns"]).index("preemptions")] == "0"
+    series = row["result"]["samples"][0]["series"]
+    assert max(series["kv_tokens_reserved"]) <= 560 * 16 and len(series["running"]) == row["steps"]
+    assert (tmp_path / "paged-story.png").stat().st_size > 5000
+
+
+def test_moves_are_timed(tmp_path):
+    """Swap and recompute of two lengths, and the bytes of what is moved."""
+    assert moves.main(["--models", "tiny", "--lengths", "32", "64", *SMALL[2:], "--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "paged-moves.json").read_text())
+    assert [row["bytes"] for row in document["rows"]] == [n * 2 * 2 * 2 * 64 * 4 for n in (32, 64)]
+    times = ("swap_out_ms", "swap_in_ms", "recompute_ms", "decode_ms")
+    assert all(row[key] > 0 for row in document["rows"] for key in times)
+    assert document["pieces"]["tiny"]["one block of one layer"]["bytes"] == 16 * 2 * 2 * 64 * 4
+
+
+def test_interleaved_engines_serve_the_same(tmp_path):
+    """Slots and blocks in turn: the same steps and tokens, less memory."""
+    assert interleave.main(["--requests", "2", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    slots, blocks, large = json.loads((tmp_path / "interleave.json").read_text())["rows"]
+    for key in ("steps", "tokens_forwarded", "attention_pairs"):
+        assert slots["counters"][key] == blocks["counters"][key] == large["counters"][key]
+    assert blocks["kv_bytes_reserved"] < large["kv_bytes_reserved"] < slots["kv_bytes_reserved"]

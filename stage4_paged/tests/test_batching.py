@@ -368,13 +368,6 @@ def test_each_sample_is_a_request_with_its_own_seed(engine, solo, prompt_len):
     assert llm.metrics.cow_copies == (3 if prompt_len % 4 else 0)
 
 
-def test_greedy_samples_are_all_the_same(engine, solo):
-    """Without chance there is one answer; if one of them differs, it has read another one's blocks."""
-    params = dict(n=3, temperature=0.0, max_tokens=14, ignore_eos=True)
-    got = serve(engine(block_size=4, num_kv_blocks=20), {"a": (some_prompt(6), params)})["a"]
-    assert got == [solo.tokens(some_prompt(6), **params)] * 3
-
-
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_samples_that_end_apart(engine, mode):
     """At the second token chance ends some samples and not others. Those that are left are preempted, come back, fork

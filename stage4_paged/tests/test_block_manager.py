@@ -368,6 +368,16 @@ def test_swapping_out_and_in_keeps_what_is_shared():
     manager.check_integrity()
 
 
+def test_swapping_gives_a_table_back_from_its_tail():
+    """The free list is ordered here as it is after `free`: the head of a prompt is overwritten last."""
+    manager = BlockManager(5, B, 3)
+    manager.allocate("a", 3 * B)
+    manager.swap_out(["a"])
+    assert list(manager._pool.free) == [3, 4, 2, 1, 0]
+    manager.swap_in(["a"])
+    assert manager.block_table("a") == [3, 4, 2] and list(manager._host.free) == [2, 1, 0]
+
+
 def test_a_block_that_came_back_holds_the_same_tokens():
     """The pairs say where each block went: exchanged source and target, or pairs of two tables mixed up, lose text."""
     manager, names = swapped_family()
@@ -564,6 +574,30 @@ def test_every_kind_of_damage_is_noticed(damage, message, side):
         manager.check_integrity()
 
 
+@pytest.mark.parametrize("side", ["device", "host"])
+@pytest.mark.parametrize(
+    "damage", [wrong_ref_count, lost_reference, free_while_held, neither_free_nor_held, held_by_nobody]
+)
+def test_recount_mends_what_an_interruption_leaves(damage, side):
+    """Ctrl-C may come between two lines that belong together. The tables say who holds what; the counts follow them,
+    and whoever was free before keeps its place in the free list."""
+    manager = BlockManager(12, B, 12)
+    family(manager, B + 3, "ab")
+    manager.allocate("own", 20)
+    if side == "host":
+        manager.swap_out(["a", "b", "own"])
+    before = snapshot(manager)
+    damage(pools_of(manager)[side == "host"])
+    manager.recount()
+    manager.check_integrity()
+    if damage is not held_by_nobody:
+        assert snapshot(manager) == before
+    for name in ("a", "b", "own"):
+        manager.free(name)
+    assert manager.num_free_blocks == manager.num_free_swap_blocks == 12
+    manager.check_integrity()
+
+
 # what can never be served
 
 
@@ -578,6 +612,8 @@ def test_the_last_token_needs_no_place():
     assert fits(8, 17) == 17
     with pytest.raises(ValueError, match=r"n=1 samples of 8 prompt tokens and up to 18 new ones need 7 KV blocks of 4"):
         fits(8, 18)
+    with pytest.raises(ValueError, match=r"up to 21 new ones need 7 KV blocks"):
+        fits(8, 21)
     assert fits(24, 1) == 1
     with pytest.raises(ValueError, match=r"25 prompt tokens and up to 1 new ones need 7 .* the pool has 6"):
         fits(25, 1)
@@ -607,6 +643,8 @@ def test_a_cap_per_sequence_refuses_by_its_name():
         fits(8, 10, cap=4)
     with pytest.raises(ValueError, match=r"the pool has 6; shorten"):
         fits(8, 18, cap=7)
+    with pytest.raises(ValueError, match=r"the pool has 6; shorten"):
+        fits(8, 18, cap=6)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

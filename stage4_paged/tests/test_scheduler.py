@@ -488,6 +488,17 @@ def test_those_who_stepped_back_return_before_anybody_newer():
     assert came == list("abcd")
 
 
+def test_the_log_names_the_step():
+    """Who took which blocks when: without the step the log cannot be held against the trace."""
+    s = filled(("a", 4, 3), blocks=8)
+    run_step(s)
+    s.add(group("b", 9, 2))
+    run_all(s)
+    taken = [(line.step, line.seq_id, line.blocks) for line in s.block_manager.allocation_log if line.blocks > 0]
+    assert taken == [(1, "a", 1), (2, "a", 1), (2, "b", 3)]
+    assert s.block_manager.blocks_taken(2, 2) == {"b": 3, "a": 1}
+
+
 def test_nobody_comes_in_while_somebody_steps_back():
     """The blocks that were just given up are for whoever runs; the small request at the door has to wait."""
     s = filled(("a", 8, 9), ("b", 4, 9), blocks=4)
