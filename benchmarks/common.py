@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -115,5 +116,11 @@ def default_device() -> str:
 
 
 def write_json(path: Path, result: dict) -> None:
+    """Indented, but a list of numbers stays on one line: a series has thousands of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    path.write_text(re.sub(r"\[\s*(-?[\d.][^\[\]{}\"]*?)\s*\]", _on_one_line, text) + "\n")
+
+
+def _on_one_line(numbers: re.Match) -> str:
+    return "[" + " ".join(numbers[1].split()) + "]"
