@@ -38,9 +38,10 @@ from .metrics import Metrics
 from .model_runner import ModelRunner, StepResult, largest_batch
 from .progress import Progress
 from .sampling import SamplingParams
-from .scheduler import Scheduler, check_request_id, step_record
+from .scheduler import Scheduler, check_request_id
 from .sequence import RequestOutput, SequenceGroup
 from .tokenizer import Tokenizer
+from .trace import step_record
 
 logger = logging.getLogger(__package__)
 

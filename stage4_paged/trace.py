@@ -1,0 +1,54 @@
+"""Trace: what is kept of a step that has been computed. Reads the scheduler and the block manager, changes nothing."""
+
+from collections import Counter
+
+from .batch import Batch
+from .block_manager import BlockManager
+from .metrics import StepRecord
+from .scheduler import Scheduler
+from .sequence import SequenceGroup, SequenceStatus
+
+
+def step_record(
+    batch: Batch, scheduler: Scheduler, start: float, attention_pairs: int, seconds: dict, trace_blocks: bool
+) -> StepRecord:
+    """What the trace keeps of a step that has just been computed: who ran, who waits, what the cache holds."""
+    manager, scheduled, waiting = scheduler.block_manager, batch.scheduled, scheduler.waiting
+    running = [seq for group in scheduler.running.values() for seq in group.seqs] if trace_blocks else []
+    holders = [seq for seq in running if manager.holds(seq.seq_id)]
+    tokens = Counter()
+    for item in scheduled:
+        tokens[item.seq.request_id] += item.num_tokens
+    return StepRecord(
+        step=-1,  # numbered when it is recorded
+        time=start,
+        tokens=dict(tokens),
+        attention_pairs=attention_pairs,
+        seconds=seconds,
+        kv_tokens_reserved=(manager.num_blocks - manager.num_free_blocks) * manager.block_size,
+        kv_tokens_used=sum(tokens_stored(group, manager) for group in scheduler.running.values()),
+        decode_tokens=sum(item.is_decode for item in scheduled),
+        idle_slots=scheduler.config.max_num_seqs - len(scheduled),
+        waiting=[group.request_id for group in waiting if group.status is not SequenceStatus.SWAPPED],
+        swapped=[group.request_id for group in waiting if group.status is SequenceStatus.SWAPPED],
+        preempted=batch.preempted,
+        recomputed_tokens=batch.num_recomputed,
+        swapped_out_blocks=len(batch.moves.swap_out),
+        swapped_in_blocks=len(batch.moves.swap_in),
+        cow_copies=len(batch.moves.copies),
+        block_tables={seq.seq_id: manager.block_table(seq.seq_id) for seq in holders},
+        computed_tokens={seq.seq_id: seq.num_computed_tokens for seq in holders},
+    )
+
+
+def tokens_stored(group: SequenceGroup, manager: BlockManager) -> int:
+    """Tokens whose K and V a request has in the cache; what its samples share counts once."""
+    if len(group.seqs) == 1:  # a member of a static batch that has ended holds nothing any more
+        return group.seqs[0].num_computed_tokens if manager.holds(group.request_id) else 0
+    filled = {}
+    for seq in group.seqs:
+        if manager.holds(seq.seq_id):
+            for i, block in enumerate(manager.table(seq.seq_id).blocks):
+                end = seq.num_computed_tokens - i * manager.block_size
+                filled[block] = max(filled.get(block, 0), min(end, manager.block_size))
+    return sum(filled.values())
