@@ -39,7 +39,7 @@ class Scheduled:
 class Batch:
     """One step's plan while it is being made: what is scheduled, and how many tokens of the budget are left.
 
-    moves: blocks to copy first. preempted: request_ids. touched: whoever would be left half done if the step failed.
+    moves: blocks to copy first. preempted: request_ids. touched: requests that would be half done if the step failed.
     """
 
     def __init__(self, budget: int):
@@ -57,7 +57,7 @@ class Batch:
     def fits(self, group: SequenceGroup, seq: Sequence, may_cut: bool) -> int:
         """How many of its missing tokens `seq` may compute in this step.
 
-        What no step could take whole may be cut, and what has begun too: it would wait while those behind it come in.
+        It is cut if that is allowed, if no step could take it whole, or if a part is done: newcomers would pass it.
         """
         wanted = group.target_len(seq) - seq.num_computed_tokens
         num_tokens = min(wanted, self.left)

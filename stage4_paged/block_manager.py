@@ -1,8 +1,8 @@
 """Block manager: KV memory handed out in fixed-size blocks, as an operating system hands out pages.
 
 A sequence sees its tokens at positions 0, 1, 2 ...; its block table says where in the pool they really are. Blocks are
-taken when a token needs one and need not lie side by side, so nothing is reserved for a future that may not come: a
-sequence wastes at most the rest of its last block, and any free block is good for anybody.
+taken when a token needs one and need not lie side by side, so nothing is reserved for a future that may not come: once
+its prompt is computed a sequence wastes at most the rest of its last block, and any free block is good for anybody.
 
     block_size 16     block table of A  [7, 2, 11]       ref counts   7: 2 (A and B share it)   2: 1   11: 1
                       block table of B  [7, 5]                        5: 1
@@ -29,8 +29,8 @@ LOG_LENGTH = 100_000  # records kept: a server runs for weeks
 
 @dataclass(frozen=True)
 class Allocation:
-    """One line of the allocation log: in which scheduling step who took (or gave back: negative) how many blocks, how
-    many were free afterwards, and why."""
+    """One line of the allocation log: who took (or gave back: negative) how many blocks, how many were free afterwards,
+    and why. step: the call of the scheduler, counted from 1; not the trace's number of the step."""
 
     step: int
     seq_id: str
@@ -114,8 +114,8 @@ class BlockManager:
         self._log(seq_id, count, "prompt")
 
     def num_blocks_to_grow(self, lengths: dict[str, int]) -> int:
-        """How many free blocks `grow` would take, on the device or, for sequences there, after their swap_in."""
-        needed, writers = 0, {}  # writers: of shared last blocks
+        """How many free blocks `grow` would take; of sequences on the host, once they have been swapped in."""
+        needed, writers = 0, {}  # shared last block -> how many of these sequences write into it
         for seq_id, num_tokens in lengths.items():
             pool = self._host if seq_id in self._host.tables else self._pool
             table = pool.tables[seq_id]

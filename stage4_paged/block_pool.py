@@ -50,7 +50,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> int:
-        """One more table holds the block. A free one is taken out of the middle of the free list."""
+        """One more table holds the block. A free one leaves the free list, from wherever in it it is."""
         self.free.pop(block, None)
         self.ref_counts[block] += 1
         return block

@@ -86,6 +86,7 @@ class Paged:
         del self.names[stay.name]
 
     def owners(self, step: int) -> str:
+        """One letter per block: that is what a step is here."""
         cells = ["."] * self.manager.num_blocks
         for name in self.names:
             for block in self.manager.block_table(name):

@@ -19,7 +19,7 @@ import torch
 from .block_manager import BlockMoves
 from .config import EngineConfig, ModelConfig, Resolved
 
-DEFAULT_HOST_BYTES = 4 * 2**30  # of a pool in host memory: that for swapping, and on a CPU the only one
+DEFAULT_HOST_BYTES = 4 * 2**30  # of a pool in host memory: that for swapping, and on a CPU the cache itself
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -102,10 +102,10 @@ def decode_kernel(
     out_ptr, lse_ptr, SPLIT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The program of (KV head, sequence with one new token, split). Neighbours read adjacent heads of a token.
+    """The program of (KV head, sequence with one new token, split). Neighbouring programs read adjacent heads.
 
     With SPLIT, out_ptr is the workspace [N, num_heads, num_splits, head_dim] in fp32, else the result. The pieces are
-    cut here, from the length on the device: a launch captured in a CUDA graph fits any. One without tiles has lse -inf.
+    cut here, from the length on the device: a launch captured in a CUDA graph fits any. Without tiles lse is -inf.
     """
     kv_head, seq, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     token, next_token, seq_len = tl.load(cu_seqlens_q + seq), tl.load(cu_seqlens_q + seq + 1), tl.load(seq_lens + seq)

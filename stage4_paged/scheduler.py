@@ -77,7 +77,7 @@ class Scheduler:
                 batch.moves.copies += self.block_manager.grow(wanted)
 
     def _make_room(self, group: SequenceGroup, wanted: dict[str, int], batch: Batch) -> bool:
-        """Preempt the newest until the group can grow. False if it is the newest itself."""
+        """Preempt the newest until the group can grow. False if the group itself had to go."""
         while self.block_manager.num_blocks_to_grow(wanted) > self.block_manager.num_free_blocks:
             newest = next(other for other in reversed(self.running.values()) if not other.is_finished)
             self._preempt(newest, batch)
@@ -99,7 +99,7 @@ class Scheduler:
         else:
             self._free(group, "preempted")
             group.restart()
-            batch.touched.pop(group.request_id)  # it waits like a new one
+            batch.touched.pop(group.request_id)  # nothing of it is half done: should the step fail, it goes on waiting
 
     def _prefill_or_decode(self, prefills: list[Sequence], decodes: list[Sequence], batch: Batch) -> None:
         """Prompts while there are any, but after max_num_seqs such steps in a row the running ones get their turn."""

@@ -80,7 +80,8 @@ class Sequence:
     """One request, or one of its n samples.
 
     stop_token_ids: the ids that end it (the model's own end tokens, unless ignored, and the request's).
-    max_output_tokens: what max_tokens and the context leave, at least 1. seed: 64 bits that its random numbers hang on.
+    max_output_tokens: what max_tokens, the context and the pool leave, at least 1. seed: 64 bits that its
+    random numbers hang on.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class SequenceGroup:
 
     @property
     def is_new(self) -> bool:
-        """It has never been computed, so nobody waits for it to go on."""
+        """It has not begun, so a static batch that runs may keep it out."""
         return self.metrics.first_scheduled_time is None
 
     @property
@@ -218,7 +219,7 @@ class SequenceGroup:
         return seq.num_tokens if self.is_forked else seq.num_prompt_tokens
 
     def restart(self) -> None:
-        """All blocks are gone. Those that are unfinished begin again: one computes the prompt, the others fork."""
+        """All blocks are gone. The first unfinished one computes the prompt; the others fork, each with its output."""
         for seq in self.unfinished:
             seq.restart()
         self.is_forked = len(self.unfinished) == 1
