@@ -61,7 +61,7 @@ class Batch:
         """
         wanted = group.target_len(seq) - seq.num_computed_tokens
         num_tokens = min(wanted, self.left)
-        may_cut = may_cut or wanted > self.budget or seq.num_computed_tokens > 0
+        may_cut = may_cut or wanted > self.budget or seq.num_computed_tokens > 0 or seq.num_lost_tokens > 0
         return num_tokens if num_tokens == wanted or may_cut else 0
 
     def add(self, group: SequenceGroup, seq: Sequence, block_table: list[int], may_cut: bool) -> bool:

@@ -148,6 +148,16 @@ class BlockManager:
                 self._log(seq_id, count, "growth")
         return copies
 
+    def shrink(self, seq_id: str, num_tokens: int) -> None:
+        """Give back the blocks behind the first num_tokens."""
+        table = self._pool.tables[seq_id]
+        count = len(table.blocks) - self.blocks_for(num_tokens)
+        table.num_tokens = min(table.num_tokens, num_tokens)
+        for _ in range(count):
+            self._pool.give_back(table.blocks.pop())
+        if count > 0:
+            self._log(seq_id, -count, "not written yet")
+
     def _is_shared_tail(self, pool: BlockPool, table: BlockTable) -> bool:
         """The next token goes into a block that others hold too."""
         return table.num_tokens % self.block_size > 0 and pool.ref_counts[table.blocks[-1]] > 1
@@ -235,33 +245,3 @@ class BlockManager:
         """Raise IntegrityError if free lists, ref counts and tables disagree, on the device or on the host."""
         for pool in (self._pool, self._host):
             pool.check(self.block_size)
-
-
-def check_fits_pool(
-    num_prompt_tokens: int,
-    max_tokens: int | None,
-    room: int,
-    n: int,
-    manager: BlockManager,
-    max_blocks_per_seq: int | None,
-) -> int:
-    """Most tokens that a request may make: max_tokens, or what its context (`room`) and the blocks leave for None.
-
-    Raises ValueError if its n samples could need more blocks than there are, even alone in the engine: it would wait
-    for ever, and all behind it. The last token needs no place in the cache, as nothing is computed after it.
-    """
-    shared = num_prompt_tokens // manager.block_size if n > 1 else 0
-    most = shared + (manager.num_blocks - shared) // n  # blocks of one sample
-    limit = f"the pool has {manager.num_blocks}"
-    if max_blocks_per_seq is not None and max_blocks_per_seq < most:
-        most, limit = max_blocks_per_seq, f"max_blocks_per_seq={max_blocks_per_seq} allows so many for each of them"
-    wanted = 1 if max_tokens is None else min(max_tokens, room)
-    fits = most * manager.block_size - num_prompt_tokens + 1
-    if fits < wanted:
-        need = manager.blocks_for_samples(num_prompt_tokens, [num_prompt_tokens + wanted - 1] * n)
-        raise ValueError(
-            f"n={n} samples of {num_prompt_tokens} prompt tokens and up to {wanted} new ones need {need} KV blocks of "
-            f"{manager.block_size} tokens, but {limit}; shorten the prompt, lower max_tokens or n, or raise "
-            "num_kv_blocks or max_blocks_per_seq"
-        )
-    return min(fits, room) if max_tokens is None else wanted

@@ -7,7 +7,7 @@ this engine: its vocabulary, its context, the budget of a step and the blocks of
 import random
 from itertools import count
 
-from .block_manager import check_fits_pool
+from .block_manager import BlockManager
 from .config import EngineConfig, ModelConfig, Resolved
 from .inputs import as_params, as_prompts, check_params, check_prompt_ids
 from .sampling import SamplingParams, sample_seed
@@ -85,3 +85,36 @@ class Intake:
     def _new_id(self, in_use: dict) -> str:
         self._next_id = next(n for n in count(self._next_id) if str(n) not in in_use) + 1
         return str(self._next_id - 1)
+
+
+def check_fits_pool(
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    room: int,
+    n: int,
+    manager: BlockManager,
+    max_blocks_per_seq: int | None,
+) -> int:
+    """Most tokens that a request may make: max_tokens, or what its context (`room`) and the blocks leave for None.
+
+    Raises ValueError if its n samples could need more blocks than there are, even alone in the engine: it would wait
+    for ever, and all behind it. The last token needs no place in the cache, as nothing is computed after it.
+    """
+    shared = num_prompt_tokens // manager.block_size if n > 1 else 0
+    most = shared + (manager.num_blocks - shared) // n  # blocks of one sample
+    limit = f"the pool has {manager.num_blocks}"
+    if max_blocks_per_seq is not None and max_blocks_per_seq < most:
+        most, limit = (
+            max_blocks_per_seq,
+            f"max_blocks_per_seq={max_blocks_per_seq} allows {max_blocks_per_seq} for each",
+        )
+    wanted = 1 if max_tokens is None else min(max_tokens, room)
+    fits = most * manager.block_size - num_prompt_tokens + 1
+    if fits < wanted:
+        need = manager.blocks_for_samples(num_prompt_tokens, [num_prompt_tokens + wanted - 1] * n)
+        raise ValueError(
+            f"n={n} samples of {num_prompt_tokens} prompt tokens and up to {wanted} new ones need {need} KV blocks of "
+            f"{manager.block_size} tokens, but {limit}; shorten the prompt, lower max_tokens or n, or raise "
+            "num_kv_blocks or max_blocks_per_seq"
+        )
+    return min(fits, room) if max_tokens is None else wanted

@@ -116,7 +116,7 @@ def _gib(size: int) -> str:
 def _too_many(num_blocks: int, size: int, room: int) -> str:
     return (
         f"num_kv_blocks={num_blocks} blocks of {size / 2**20:.2f} MiB need {_gib(num_blocks * size)}, but there is "
-        f"room for {_gib(max(room, 0))}, {max(room // size, 0)} blocks; lower num_kv_blocks, or leave it out"
+        f"room for {_gib(max(room, 0))}, {max(room // size, 0)} blocks; lower num_kv_blocks or block_size"
     )
 
 

@@ -91,8 +91,7 @@ class LLM:
         )
         num_seqs = self.config.max_num_seqs or (32 if resolved.device.type == "cpu" else 256)
         self.scheduler_config = resolve_scheduler(self.config, num_seqs, resolved.max_model_len)
-        scratch = KVCache(self.model_config, 1, resolved.block_size, resolved.device)
-        runner = ModelRunner(model, scratch, resolved.device, self.tokenizer)
+        runner = ModelRunner(model, None, resolved.device, self.tokenizer)
         runner.kv_cache = self._build_cache(self._memory_for_cache(runner))
         return runner
 
@@ -101,6 +100,7 @@ class LLM:
         resolved, free = self.resolved, free_memory(self.resolved.device)
         if resolved.device.type == "cpu" or self.config.num_kv_blocks is not None:
             return free // 2 if resolved.device.type == "cpu" else free
+        runner.kv_cache = KVCache(self.model_config, 1, resolved.block_size, resolved.device)
         peak = runner.peak_memory(largest_batch(self.scheduler_config, resolved.max_model_len, resolved.block_size))
         free, total = torch.cuda.mem_get_info(resolved.device)
         own = torch.cuda.memory_allocated(resolved.device)

@@ -34,7 +34,7 @@ class StepResult:
 class ModelRunner:
     """Owns the model on its device and the KV cache. `run` takes a step's plan and returns the tokens sampled."""
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache, device: torch.device, tokenizer: Tokenizer):
+    def __init__(self, model: CausalLM, kv_cache: KVCache | None, device: torch.device, tokenizer: Tokenizer):
         self.model = model
         self.kv_cache = kv_cache
         self.device = device

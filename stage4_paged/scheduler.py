@@ -92,7 +92,7 @@ class Scheduler:
         self.running.pop(group.request_id)
         batch.preempted.append(group.request_id)
         seq_ids = list(lengths(group))
-        if self.config.preemption_mode == "swap" and self.block_manager.can_swap_out(seq_ids):
+        if self.config.preemption_mode == "swap" and self._can_swap_out(group):
             batch.moves.swap_out += self.block_manager.swap_out(seq_ids)
             for seq in group.active:
                 seq.status = SequenceStatus.SWAPPED
@@ -100,6 +100,12 @@ class Scheduler:
             self._free(group, "preempted")
             group.restart()
             batch.touched.pop(group.request_id)  # nothing of it is half done: should the step fail, it goes on waiting
+
+    def _can_swap_out(self, group: SequenceGroup) -> bool:
+        """Whether the host has room for what is written of it. The blocks for the rest of its prompt go at once."""
+        for seq in group.active:
+            self.block_manager.shrink(seq.seq_id, seq.num_computed_tokens)
+        return group.active[0].num_computed_tokens > 0 and self.block_manager.can_swap_out(list(lengths(group)))
 
     def _prefill_or_decode(self, prefills: list[Sequence], decodes: list[Sequence], batch: Batch) -> None:
         """Prompts while there are any, but after max_num_seqs such steps in a row the running ones get their turn."""
@@ -124,22 +130,21 @@ class Scheduler:
         """Let waiting requests in, first come, first served, until one of them cannot be served in this step."""
         if batch.preempted:  # whoever has just made room would take it back
             return
-        while self.waiting and (self._is_swapped(self.waiting[0]) or num_prefills < self.config.max_num_prefills):
+        places = sum(self._num_places(group) for group in self.running.values())
+        while self.waiting and (num_prefills < self.config.max_num_prefills or not self._is_prefill(self.waiting[0])):
             group = self.waiting[0]
-            if not self._may_enter(group, batch):
+            places += self._num_places(group)
+            if places > self.config.max_num_seqs or not self._may_enter(group, batch):
                 return
-            num_prefills += not self._is_swapped(group)
+            num_prefills += self._is_prefill(group)
             batch.touched[group.request_id] = self.running[group.request_id] = group
             self.waiting.popleft()
             self._start(group, batch)
             self._take(group.active, batch)
 
     def _may_enter(self, group: SequenceGroup, batch: Batch) -> bool:
-        """The policy lets it in, there is a place for each of its samples, budget for its tokens, and memory."""
+        """The policy lets it in, and there are budget and memory for its tokens."""
         if group.is_new and self.config.policy == "static" and self._batch_is_closed:
-            return False
-        places = sum(self._num_places(other) for other in self.running.values()) + self._num_places(group)
-        if places > self.config.max_num_seqs:
             return False
         first = group.unfinished[0]
         return bool(batch.fits(group, first, self.config.enable_chunked_prefill)) and self._has_memory(group)
@@ -149,10 +154,21 @@ class Scheduler:
         return len(group.seqs) if self.config.policy == "static" else len(group.unfinished)
 
     def _has_memory(self, group: SequenceGroup) -> bool:
-        """Enough free blocks for all that is known of it, and after that the watermark; if nothing runs, without it."""
+        """Enough free blocks for all that is known of it, and after that the watermark; if nothing runs, without it.
+
+        Blocks that running requests will take when their samples fork are not free.
+        """
+        forks = (other for other in self.running.values() if not other.is_forked)
+        promised = sum(self._blocks_to_start(other) - self._num_held(other) for other in forks)
         is_idle = all(other.is_finished for other in self.running.values())
-        free = self.block_manager.num_free_blocks - self._blocks_to_start(group)
+        free = self.block_manager.num_free_blocks - promised - self._blocks_to_start(group)
         return free >= (0 if is_idle else int(self.config.watermark * self.block_manager.num_blocks))
+
+    def _num_held(self, group: SequenceGroup) -> int:
+        return len(self.block_manager.table(group.active[0].seq_id).blocks)
+
+    def _is_prefill(self, group: SequenceGroup) -> bool:
+        return not self._is_swapped(group) or any(seq.num_missing_tokens > 1 for seq in group.active)
 
     def _is_swapped(self, group: SequenceGroup) -> bool:
         return self.block_manager.is_swapped(group.unfinished[0].seq_id)

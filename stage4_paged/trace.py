@@ -1,6 +1,7 @@
 """Trace: what is kept of a step that has been computed. Reads the scheduler and the block manager, changes nothing."""
 
 from collections import Counter
+from itertools import takewhile
 
 from .batch import Batch
 from .block_manager import BlockManager
@@ -13,7 +14,8 @@ def step_record(
     batch: Batch, scheduler: Scheduler, start: float, attention_pairs: int, seconds: dict, trace_blocks: bool
 ) -> StepRecord:
     """What the trace keeps of a step that has just been computed: who ran, who waits, what the cache holds."""
-    manager, scheduled, waiting = scheduler.block_manager, batch.scheduled, scheduler.waiting
+    manager, scheduled = scheduler.block_manager, batch.scheduled
+    swapped = swapped_ids(scheduler)
     running = [seq for group in scheduler.running.values() for seq in group.seqs] if trace_blocks else []
     holders = [seq for seq in running if manager.holds(seq.seq_id)]
     tokens = Counter()
@@ -29,8 +31,8 @@ def step_record(
         kv_tokens_used=sum(tokens_stored(group, manager) for group in scheduler.running.values()),
         decode_tokens=sum(item.is_decode for item in scheduled),
         idle_slots=scheduler.config.max_num_seqs - len(scheduled),
-        waiting=[group.request_id for group in waiting if group.status is not SequenceStatus.SWAPPED],
-        swapped=[group.request_id for group in waiting if group.status is SequenceStatus.SWAPPED],
+        waiting=[group.request_id for group in scheduler.waiting if group.request_id not in swapped],
+        swapped=list(swapped),
         preempted=batch.preempted,
         recomputed_tokens=batch.num_recomputed,
         swapped_out_blocks=len(batch.moves.swap_out),
@@ -39,6 +41,12 @@ def step_record(
         block_tables={seq.seq_id: manager.block_table(seq.seq_id) for seq in holders},
         computed_tokens={seq.seq_id: seq.num_computed_tokens for seq in holders},
     )
+
+
+def swapped_ids(scheduler: Scheduler) -> dict[str, None]:
+    """Who waits with its blocks on the host. The preempted are at the head of the queue: the rest is not looked at."""
+    begun = takewhile(lambda group: not group.is_new, scheduler.waiting)
+    return dict.fromkeys(group.request_id for group in begun if group.status is SequenceStatus.SWAPPED)
 
 
 def tokens_stored(group: SequenceGroup, manager: BlockManager) -> int:

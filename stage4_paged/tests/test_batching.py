@@ -450,13 +450,15 @@ def test_a_block_is_copied_after_it_has_come_back(engine, solo):
 
 
 def test_a_block_is_swapped_out_before_it_is_overwritten(engine, solo):
-    """The copy for b goes into the block that c has just given up: by then c's tokens must be on the host."""
+    """a grows into the last free block, so b's copy goes into the one that c has just given up: by then c's tokens must
+    be on the host."""
     params = dict(temperature=1.0, ignore_eos=True, seed=3)
     requests = {
+        "a": (some_prompt(4, 5), params | dict(max_tokens=3)),
         "b": (some_prompt(6), params | dict(n=2, max_tokens=3)),
         "c": (some_prompt(4, 3), params | dict(max_tokens=5)),
     }
-    llm = engine(block_size=4, num_kv_blocks=3, preemption_mode="swap", num_swap_blocks=2)
+    llm = engine(block_size=4, num_kv_blocks=5, preemption_mode="swap", num_swap_blocks=2)
     assert serve(llm, requests) == expected(solo, requests)
     assert any(record.swapped_out_blocks and record.cow_copies for record in llm.metrics.trace)
 

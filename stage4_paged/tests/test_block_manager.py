@@ -12,8 +12,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ..block_manager import LOG_LENGTH, BlockManager, check_fits_pool
+from ..block_manager import LOG_LENGTH, BlockManager
 from ..block_pool import BlockPool, BlockTable, DoubleFreeError, IntegrityError, OutOfBlocksError
+from ..intake import check_fits_pool
 
 B = 16  # tokens of a block, where a test does not choose its own
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ..batch import Batch
-from ..block_manager import BlockManager, check_fits_pool
+from ..block_manager import BlockManager
 from ..config import POLICIES, PREEMPTION_MODES, SchedulerConfig
+from ..intake import check_fits_pool
 from ..model_runner import slots
 from ..sampling import SamplingParams
 from ..scheduler import Scheduler, check_fits_step
@@ -130,7 +131,7 @@ def check_step(s: Scheduler, batch: Batch) -> None:
     for item in items:
         assert 1 <= item.num_tokens <= item.num_missing == item.seq.num_missing_tokens
         assert item.seq.status is SequenceStatus.RUNNING
-        has_begun = item.seq.num_computed_tokens > 0
+        has_begun = item.seq.num_computed_tokens > 0 or item.seq.num_lost_tokens > 0
         missing = s.running[item.seq.request_id].target_len(item.seq) - item.seq.num_computed_tokens
         assert s.config.enable_chunked_prefill or item.num_tokens == missing or missing > budget or has_begun
     if s.config.preemption_mode == "recompute":
@@ -511,12 +512,33 @@ def test_nobody_comes_in_while_somebody_steps_back():
 
 
 def test_several_step_back_for_one():
-    """Four samples write their first own token: three copies at once. The newest has one block, so two must go."""
-    s = filled(("a", 3, 2, 4), ("b", 4, 3), ("c", 4, 3), num_seqs=6, blocks=4)
-    assert run_step(s) == [("a", 3), ("b", 4), ("c", 4)]
-    assert run_step(s) == [("a", 1), ("a/1", 1), ("a/2", 1), ("a/3", 1)]
+    """Three samples need their second block in the same step, one is free: two requests of one block each must go."""
+    s = filled(("a", 3, 3, 3), ("b", 1, 4), ("c", 1, 4), num_seqs=5, blocks=6)
+    samples = [("a", 1), ("a/1", 1), ("a/2", 1)]
+    assert run_step(s) == [("a", 3), ("b", 1), ("c", 1)]
+    assert run_step(s) == [*samples, ("b", 1), ("c", 1)]
+    assert run_step(s) == samples
     assert order(s) == ([], ["b", "c"])
-    assert run_all(s) == [[("b", 5), ("c", 5)], [("b", 1), ("c", 1)]]
+    assert run_all(s) == [[("b", 3), ("c", 3)], [("b", 1), ("c", 1)]]
+
+
+def test_blocks_promised_to_a_fork_are_not_free():
+    """Four samples will need four blocks once their prompt is computed: whoever came in on them had to go again."""
+    s = filled(("a", 3, 2, 4), ("b", 4, 3), num_seqs=6, blocks=4)
+    assert run_step(s) == [("a", 3)] and s.block_manager.num_free_blocks == 3
+    assert run_step(s) == [("a", 1), ("a/1", 1), ("a/2", 1), ("a/3", 1)]
+    assert not any("preempted" in line.why for line in s.block_manager.allocation_log)
+
+
+def test_only_what_is_written_goes_to_the_host():
+    """A long prompt has all its blocks from the start; those not written yet would only fill the host and the bus."""
+    s = filled(("a", 4, 10), ("b", 40, 4), blocks=12, tokens=8, mode="swap", host=20)
+    while not s.batch.preempted:
+        b = s.waiting[0].seqs[0] if s.waiting else s.running["b"].seqs[0]
+        run_step(s)
+    assert b.num_computed_tokens == 32 and len(s.batch.moves.swap_out) == 8, "of 10 blocks"
+    run_all(s)
+    assert s.block_manager.num_free_blocks == 12 and s.block_manager.num_free_swap_blocks == 20
 
 
 def test_prompt_and_output_are_computed_again_like_a_prompt():
