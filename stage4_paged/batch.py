@@ -44,7 +44,6 @@ class Batch:
 
     def __init__(self, budget: int):
         self.scheduled: list[Scheduled] = []
-        self.budget = budget
         self.left = budget
         self.moves = BlockMoves()
         self.preempted: list[str] = []
@@ -57,12 +56,11 @@ class Batch:
     def fits(self, group: SequenceGroup, seq: Sequence, may_cut: bool) -> int:
         """How many of its missing tokens `seq` may compute in this step.
 
-        It is cut if that is allowed, if no step could take it whole, or if a part is done: newcomers would pass it.
+        What is computed for the second time may always be cut: it can be longer than any step, and newcomers pass it.
         """
         wanted = group.target_len(seq) - seq.num_computed_tokens
         num_tokens = min(wanted, self.left)
-        may_cut = may_cut or wanted > self.budget or seq.num_computed_tokens > 0 or seq.num_lost_tokens > 0
-        return num_tokens if num_tokens == wanted or may_cut else 0
+        return num_tokens if num_tokens == wanted or may_cut or seq.num_lost_tokens > 0 else 0
 
     def add(self, group: SequenceGroup, seq: Sequence, block_table: list[int], may_cut: bool) -> bool:
         """Schedule what `seq` is missing, cut to the budget if that is allowed. False if it gets nothing."""
