@@ -167,6 +167,7 @@ def check_blocks(s: Scheduler) -> None:
     assert set(manager._pool.tables) == {seq.seq_id for seq in running}
     assert set(manager._host.tables) == {seq.seq_id for seq in swapped}
     assert sum(len(one.unfinished) for one in s.running.values()) <= s.config.max_num_seqs
+    assert s.config.policy == "static" or not any(one.is_finished for one in s.running.values())
 
 
 def run_all(s: Scheduler, bound: int = 10_000) -> list[list[tuple[str, int]]]:
@@ -620,6 +621,19 @@ def test_swapped_requests_are_no_prefills():
     """max_num_prefills keeps prompts apart. Who comes back from the host computes one token: it need not wait."""
     s = filled(("a", 4, 9), ("b", 4, 9), ("c", 4, 9), blocks=5, mode="swap", host=1, prefills=1)
     assert [("b", 9), ("c", 1)] in run_all(s)
+
+
+def test_a_prompt_that_was_swapped_out_half_way_is_a_prefill():
+    """What comes back from the host may lack more than one token: beside another prompt it would exceed the cap."""
+    s = filled(("a", 4, 14), ("b", 4, 14), blocks=6, mode="swap", host=2, prefills=1, tokens=7)
+    for _ in range(4):
+        run_step(s)
+    s.add(group("c", 8, 3))
+    steps = run_all(s)
+    assert steps[0] == [("a", 1), ("b", 1), ("c", 5)]  # then c is swapped out, and later b has to start again
+    assert steps[10:13] == [[("b", 7)], [("b", 5)], [("b", 1), ("c", 3)]], (
+        "the second step has room for two tokens more"
+    )
 
 
 # several samples of one prompt
