@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import compare, curve, gap, interleave, moves, paged
+from benchmarks import compare, curve, gap, interleave, moves, paged, prefix
 from benchmarks.common import REFERENCE, colour, engines, run_worker, stages
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--samples", "1"]
@@ -126,3 +126,12 @@ def test_interleaved_engines_serve_the_same(tmp_path):
     for key in ("steps", "tokens_forwarded", "attention_pairs"):
         assert slots["counters"][key] == blocks["counters"][key] == large["counters"][key]
     assert blocks["kv_bytes_reserved"] < large["kv_bytes_reserved"] < slots["kv_bytes_reserved"]
+
+
+def test_prefix_claims_are_as_on_paper(tmp_path):
+    """N requests that share 40 % of their context: memory and prefill tokens to the token; the article's 200 + 50."""
+    assert prefix.main(["claims", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "prefix-claims.json").read_text())["rows"]
+    assert all(row["prefill_tokens_cached"] == row["prefill_on_paper"] for row in rows)
+    assert {row["requests"]: round(row["saved"], 3) for row in rows if row["shared"] == 160}[4] == 0.3
+    assert rows[-1]["prefill_tokens_cached"] == 250 + 58

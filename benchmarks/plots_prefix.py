@@ -1,0 +1,49 @@
+"""Figures of prefix caching, drawn from result files alone."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from .common import colour, stages
+from .plots import caption
+
+COLOUR = colour(stages()[-1])
+
+
+def _finish(fig, document: dict, path: Path) -> None:
+    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
+    fig.tight_layout(rect=(0, 0.04, 1, 1))
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def draw_claims(document: dict, path: Path) -> None:
+    """KV memory and prefill work over the number of requests that share 40 % of their context."""
+    rows = [row for row in document["rows"] if row["shared"] == 160]
+    counts = [row["requests"] for row in rows]
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
+    left.plot(counts, [100 * row["saved"] for row in rows], marker="o", color=COLOUR, label="counted")
+    paper = [40 * (n - 1) / n for n in counts]
+    left.plot(counts, paper, linestyle=":", color="#777777", label="40 % x (N - 1) / N")
+    left.set(xlabel="requests with the same prefix", ylabel="KV memory saved, %", ylim=(0, 45))
+    for key, look in (("prefill_tokens", dict(color="#999999", label="off")),
+                      ("prefill_tokens_cached", dict(color=COLOUR, label="on"))):  # fmt: skip
+        right.plot(counts, [row[key] for row in rows], marker="o", **look)
+    right.set(xlabel="requests with the same prefix", ylabel="prompt tokens computed", ylim=(0, None))
+    for axis in (left, right):
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    _finish(fig, document, path)
+
+
+def draw_ttft(document: dict, path: Path) -> None:
+    """Time to the first token over the length of the prompt, new and seen before."""
+    rows = document["rows"]
+    lengths = [row["length"] for row in rows]
+    fig, axis = plt.subplots(figsize=(6.5, 3.6))
+    axis.plot(lengths, [row["new_ms"] for row in rows], marker="o", color="#999999", label="new")
+    axis.plot(lengths, [row["again_ms"] for row in rows], marker="o", color=COLOUR, label="seen before")
+    axis.set(xlabel="tokens of the prompt", ylabel="time to the first token, ms", xlim=(0, None), ylim=(0, None))
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    _finish(fig, document, path)

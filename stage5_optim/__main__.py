@@ -1,0 +1,79 @@
+"""Command line: stream an answer, then say what it cost."""
+
+import argparse
+import sys
+import time
+
+from . import LLM, SamplingParams
+from .zoo import DEFAULT_MODEL
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog=f"python -m {__package__}",
+        description="Answer a prompt, streaming the text as it is made. Counters and times go to standard error.",
+        epilog=f'example: python -m {__package__} "What is a cache?" --max-tokens 100',
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("prompt", help="the text; '-' reads it from standard input")
+    p.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    p.add_argument("--model", default=DEFAULT_MODEL, help="a name (smollm2-135m, tiny), a folder or a hub id")
+    p.add_argument("--device", help="cuda or cpu; left out: the GPU where there is one")
+    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    p.add_argument("--max-model-len", type=int, help="most tokens of prompt and output together")
+    p.add_argument("--load-format", default="auto", help="auto, or dummy for random weights of the right shapes")
+    p.add_argument("--attention-backend", help="torch, triton or flash_attn; left out: the fastest that runs here")
+    p.add_argument("--max-tokens", type=int, default=64, help="most tokens to make")
+    p.add_argument("--min-tokens", type=int, default=0, help="no end before so many tokens")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, 1 the model's own distribution")
+    p.add_argument("--top-k", type=int, default=0, help="only the k best tokens; 0: all")
+    p.add_argument("--top-p", type=float, default=1.0, help="only the best tokens up to this probability mass")
+    p.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: seen tokens lose score")
+    p.add_argument("--seed", type=int, help="the same seed gives the same text")
+    p.add_argument("--stop", action="append", default=[], help="a string that ends the output; may be repeated")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    return p
+
+
+ENGINE_OPTIONS = ("device", "dtype", "max_model_len", "load_format", "attention_backend")
+SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop")
+
+
+def main() -> None:
+    cli = parser()
+    args = cli.parse_args()
+    try:
+        params = SamplingParams(**{k: getattr(args, k) for k in SAMPLING_OPTIONS}, ignore_eos=args.ignore_eos)
+        llm = LLM(args.model, **{k: getattr(args, k) for k in ENGINE_OPTIONS})
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+        chat = llm.tokenizer.has_chat_template and not args.raw
+        pieces = llm.stream(
+            llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) if chat else text, params
+        )
+    except ValueError as error:
+        cli.exit(2, f"{cli.prog}: {error}\n")
+    report(llm, pieces)
+
+
+def report(llm: LLM, pieces) -> None:
+    """Print the pieces as they come, then counters and times. Ctrl-C ends the text, not the report."""
+    start = time.perf_counter()
+    first = None
+    try:
+        for piece in pieces:
+            first = first or time.perf_counter() - start
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    seconds = time.perf_counter() - start
+    counters = llm.metrics.counters()
+    print(flush=True)
+    print(
+        f"\n{seconds:.2f} s, {counters['steps'] / seconds:.1f} tokens/s, first text after {first or 0:.2f} s",
+        file=sys.stderr,
+    )
+    print("  ".join(f"{name} {value:,}" for name, value in counters.items()), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

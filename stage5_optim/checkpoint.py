@@ -1,0 +1,132 @@
+"""Checkpoint: the weights of a Hugging Face folder -> a model on its device. (A given file: it may be skipped.)
+
+The files are memory-mapped and each tensor is copied straight to where it lives, converted on the way, so that loading
+never holds a second copy of the model. Names must match exactly: a tensor that is missing, unexpected or of another
+shape is an error with its name, because a model with one wrong matrix still writes fluent nonsense.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from .attention import attend_torch
+from .config import ModelConfig
+from .model import CausalLM, Linear
+
+
+def empty_model(config: ModelConfig) -> CausalLM:
+    """The model without memory: names and shapes only."""
+    with torch.device("meta"):
+        return CausalLM(config, attend_torch, max_model_len=1)
+
+
+def build_model(
+    config: ModelConfig, attend: Callable, max_model_len: int, device: torch.device, weights: Path | None, seed: int
+) -> CausalLM:
+    """A model on `device` in `config.dtype`, filled from the folder `weights`, or at random where that is None.
+
+    Raises ValueError that names every missing, unexpected or misshapen tensor.
+    """
+    if weights is not None:
+        check_names(empty_model(config), weights, config.tie_word_embeddings)
+    with torch.device(device):
+        model = CausalLM(config, attend, max_model_len)
+    if weights is None:
+        fill_random(model, seed)
+    else:
+        fill_from(model, weights)
+    if device.type == "cpu" and config.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        pack_linears(model)
+    return model.eval()
+
+
+class PackedLinear(nn.Module):
+    """A Linear for float32 on a CPU, its weight kept in the layout of the library oneDNN: the same sums, faster."""
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace each Linear below `module` by a PackedLinear, one at a time, so that no second copy is held."""
+    for name, child in module.named_children():
+        if isinstance(child, Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The *.safetensors files of a folder, as its index names them. Raises ValueError where there is none."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+    else:
+        single = folder / "model.safetensors"
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors files"
+        raise ValueError(f"{folder} {what}; other weight formats are not read")
+    return files
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:  # half a download, or the pointer that git-lfs leaves
+        raise ValueError(f"{file} is no complete safetensors file: {error}") from error
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all files, one at a time; the tensors lie in the memory map until they are copied."""
+    for file in weight_files(folder):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                yield name, tensors.get_tensor(name)
+
+
+def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
+    """Compare names and shapes of the files with the model's; raise one ValueError with all differences."""
+    wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    found: dict[str, list[int]] = {}
+    for file in weight_files(folder):
+        with _open(file) as tensors:
+            found |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    optional = {"lm_head.weight"} if tied else set()
+    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
+    for name, shape in found.items():
+        if name not in wanted and name not in optional and not name.endswith("rotary_emb.inv_freq"):
+            problems.append(f"unexpected: {name} {shape}")
+        elif name in wanted and shape != wanted[name]:
+            problems.append(f"shape of {name}: {shape}, expected {wanted[name]}")
+    if problems:
+        raise ValueError(f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(problems))
+
+
+def fill_from(model: CausalLM, folder: Path) -> None:
+    """Copy each tensor of the folder to its parameter, converted on the way."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in read_tensors(folder):
+        if name in parameters:
+            parameters[name].copy_(tensor)
+
+
+def fill_random(model: CausalLM, seed: int) -> None:
+    """Random weights made on the device: ones for norms, normal with deviation 0.02 for all else."""
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0, 0.02, generator=generator)

@@ -1,0 +1,300 @@
+"""The engine: prompts in, text out.
+
+    llm = LLM("smollm2-135m")
+    llm.generate(["Hello"], SamplingParams(temperature=0))     # all at once
+    for piece in llm.stream("Hello"): ...                       # as it is made
+    llm.add_request("Hello"); llm.step()                        # one iteration at a time, for a server's loop
+    llm.chat([{"role": "user", "content": "Hello"}])
+
+Stage 4 serves as many requests at once as their tokens fit into the blocks of the KV cache; when blocks run out the
+newest request steps back and goes on later.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from . import checkpoint, zoo
+from .attention import BACKENDS, choose_backend, choose_block_size
+from .batch import Batch
+from .block_manager import BlockManager
+from .config import (
+    EngineConfig,
+    ModelConfig,
+    Resolved,
+    as_ids,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_scheduler,
+)
+from .intake import Intake
+from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
+from .metrics import Metrics
+from .model_runner import ModelRunner, StepResult, largest_batch
+from .progress import Progress
+from .sampling import SamplingParams
+from .scheduler import Scheduler, check_request_id
+from .sequence import RequestOutput, SequenceGroup
+from .tokenizer import Tokenizer
+from .trace import step_record
+
+logger = logging.getLogger(__package__)
+
+
+class LLM:
+    """One model, ready to generate. Options: see EngineConfig; an unknown one is a ValueError."""
+
+    def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
+        self.config = EngineConfig.from_options(model, options)
+        device = resolve_device(self.config.device)
+        files = zoo.locate(model, self.config.load_format)
+        model_config = ModelConfig.from_hf(files.config)
+        self.resolved = self._resolve(device, model_config)
+        self.model_config = replace(model_config, dtype=self.resolved.dtype)
+        self.tokenizer = Tokenizer(files.tokenizer)
+        self.metrics = Metrics()
+        self.eos_token_ids = self._end_tokens(files)
+        self.model_runner = self._build_runner(files)
+        self._intake = Intake(self.config, self.model_config, self.resolved, self.scheduler, self.eos_token_ids)
+        self._requests: dict[str, SequenceGroup] = {}  # that have not left the engine
+        self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
+        self._undelivered: list[
+            RequestOutput
+        ] = []  # outputs for `step`, made while generate or stream drove the engine
+        self._announce()
+
+    def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
+        dtype = resolve_dtype(self.config.dtype, model_config.dtype, device)
+        requested, head_dim = self.config.attention_backend, model_config.head_dim
+        block_size = choose_block_size(self.config.block_size, requested, device, dtype, head_dim)
+        backend, reason = choose_backend(requested, device, dtype, head_dim, block_size)
+        max_model_len = resolve_max_model_len(self.config.max_model_len, model_config)
+        return Resolved(device, dtype, backend, reason, max_model_len, block_size)
+
+    def _end_tokens(self, files: zoo.ModelFiles) -> tuple[int, ...]:
+        """Checkpoints name their end tokens in up to three places; all count that the model has a logit for."""
+        ids = [*self.model_config.eos_token_ids, *as_ids(files.generation_config.get("eos_token_id"))]
+        if files.weights is not None and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+        return tuple(i for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size)
+
+    def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
+        attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
+        seed = self.config.seed or 0
+        model = checkpoint.build_model(
+            self.model_config, attend, resolved.max_model_len, resolved.device, files.weights, seed
+        )
+        num_seqs = self.config.max_num_seqs or (32 if resolved.device.type == "cpu" else 256)
+        self.scheduler_config = resolve_scheduler(self.config, num_seqs, resolved.max_model_len)
+        runner = ModelRunner(model, None, resolved.device, self.tokenizer)
+        runner.kv_cache = self._build_cache(self._memory_for_cache(runner))
+        return runner
+
+    def _memory_for_cache(self, runner: ModelRunner) -> int:
+        """Bytes that the KV cache may take. On a GPU one step at the largest batch shows what the steps need."""
+        resolved, free = self.resolved, free_memory(self.resolved.device)
+        if resolved.device.type == "cpu" or self.config.num_kv_blocks is not None:
+            return free // 2 if resolved.device.type == "cpu" else free
+        runner.kv_cache = KVCache(self.model_config, 1, resolved.block_size, resolved.device)
+        peak = runner.peak_memory(largest_batch(self.scheduler_config, resolved.max_model_len, resolved.block_size))
+        free, total = torch.cuda.mem_get_info(resolved.device)
+        own = torch.cuda.memory_allocated(resolved.device)
+        return kv_room(total, free, own, peak, self.config.gpu_memory_utilization)
+
+    def _build_cache(self, room: int) -> KVCache:
+        """The blocks of the KV cache, as many as asked for or as fit, and the scheduler that hands them out."""
+        resolved, config = self.resolved, self.model_config
+        tokens = self.scheduler_config.max_num_seqs * resolved.max_model_len
+        num_blocks = plan_blocks(self.config, config, resolved, room, tokens)
+        num_swap_blocks = plan_swap_blocks(self.config, config, resolved, num_blocks)
+        kv_cache = KVCache(config, num_blocks, resolved.block_size, resolved.device, num_swap_blocks)
+        caching = self.config.enable_prefix_caching
+        self.block_manager = BlockManager(num_blocks, resolved.block_size, num_swap_blocks, caching)
+        self.scheduler = Scheduler(self.scheduler_config, self.block_manager)
+        self.metrics.kv_bytes_per_token = kv_cache.bytes_per_token
+        return kv_cache
+
+    def _announce(self) -> None:
+        r = self.resolved
+        dtype = str(r.dtype).removeprefix("torch.")
+        logger.info(
+            f"{__package__}: {self.config.model} on {r.device} in {dtype}, attention {r.attention_backend} "
+            f"({r.attention_reason}), up to {r.max_model_len} tokens, "
+            f"{self.scheduler_config.policy} scheduling of up to {self.scheduler_config.max_num_seqs} sequences, "
+            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens"
+        )
+
+    def generate(
+        self,
+        prompts: str | list[int] | list[str | list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text or token ids). Outputs come in the order of the prompts.
+
+        Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
+        """
+        groups = self._make_groups(prompts, sampling_params)
+        try:
+            self._enqueue(groups)
+            with Progress(len(groups), self.metrics, use_tqdm) as bar:
+                while bar.count < len(groups):
+                    self._step_for_others()
+                    bar.update(sum(not self._serves(group) for group in groups))
+        finally:
+            self._abort_all(groups)  # only what an error or Ctrl-C left unfinished
+        return [group.to_output() for group in groups]
+
+    def stream(
+        self, prompt: str | list[int] | list[str | list[int]], sampling_params: SamplingParams | None = None
+    ) -> Iterator[str] | Iterator[tuple[int, str]]:
+        """The output's text in pieces, as it is made; joined they are the text that `generate` returns.
+
+        For several prompts, or n > 1, the pieces come as (index, piece): the index counts the samples of the first
+        prompt, then those of the second. Several streams may be open at the same time: whichever is asked for its next
+        piece drives the engine for all. Bad input raises ValueError here. Closing the iterator ends the request.
+        """
+        groups = self._make_groups(prompt, sampling_params)
+        if not groups:
+            raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
+        pieces = self._pieces(groups)
+        next(pieces)  # up to the first yield: closing a generator that never began would not run its `finally`
+        return pieces
+
+    def _pieces(self, groups: list[SequenceGroup]) -> Iterator:
+        seqs = [seq for group in groups for seq in group.seqs]
+        sent = [0] * len(seqs)
+        try:
+            self._enqueue(groups)
+            yield
+            while True:
+                served = [self._serves(group) for group in groups]
+                for i, seq in enumerate(seqs):
+                    if len(seq.text) > sent[i]:
+                        piece, sent[i] = seq.text[sent[i] :], len(seq.text)
+                        yield (i, piece) if len(seqs) > 1 else piece
+                if not any(served):
+                    return
+                self._step_for_others()
+        finally:
+            self._abort_all(groups)
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of {"role": ..., "content": ...}, by the model's chat template."""
+        many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
+        conversations = messages if many else [messages]
+        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def add_request(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
+        check_request_id(request_id, self._requests)
+        (group,) = self._make_groups([prompt], sampling_params, request_id)
+        self._enqueue([group])
+        self._for_step[group.request_id] = None
+        return group.request_id
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
+        self._requests.pop(request_id, None)
+        self._for_step.pop(request_id, None)
+        self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that run keep what they have. Does nothing where caching is off."""
+        self.block_manager.reset_prefix_cache()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` still has something to do or to return."""
+        return bool(self._requests or self._undelivered)
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
+        self._check_open()
+        start = time.perf_counter()
+        try:
+            batch = self.scheduler.schedule()
+            scheduled = time.perf_counter()
+            assert batch.scheduled or not batch.moves, "blocks are moved, but nobody runs"
+            if batch.scheduled:
+                self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
+            outputs = self._retire()
+        except BaseException:  # Ctrl-C too: what the step held must not stay behind, half done
+            self.block_manager.recount()
+            self._abort_all(list(self.scheduler.batch.touched.values()))
+            raise
+        outputs, self._undelivered = self._undelivered + outputs, []
+        return outputs
+
+    def _postprocess(self, batch: Batch, result: StepResult, start: float, scheduled: float) -> None:
+        """Take over what the step computed, and count it."""
+        begin = time.perf_counter()
+        for item in batch.scheduled:
+            item.seq.num_computed_tokens += item.num_tokens
+            self.scheduler.fork(item)
+            if item.is_last_chunk:
+                for seq in (item.seq, *item.forks):
+                    seq.append_token(result.token_ids[seq.seq_id])
+        seconds = {"schedule": scheduled - start, **result.seconds, "postprocess": time.perf_counter() - begin}
+        trace_blocks, pairs = self.config.trace_blocks, result.attention_pairs
+        self.metrics.record(step_record(batch, self.scheduler, start, pairs, seconds, trace_blocks))
+
+    def _retire(self) -> list[RequestOutput]:
+        """Let finished sequences go. Returns the outputs that `step` owes its caller."""
+        finished = self.scheduler.retire()
+        for group in finished:
+            group.metrics.finish_time = time.perf_counter()
+            del self._requests[group.request_id]
+            for record in self.metrics.trace[-1:]:  # none, if `reset` came between a static member's end and its return
+                record.finished.append(group.request_id)
+        return [group.to_output() for group in finished if self._for_step.pop(group.request_id, group) is None]
+
+    def _enqueue(self, groups: list[SequenceGroup]) -> None:
+        for group in groups:
+            self._requests[group.request_id] = group
+            self.scheduler.add(group)
+
+    def _serves(self, group: SequenceGroup) -> bool:
+        return self._requests.get(group.request_id) is group
+
+    def _step_for_others(self) -> None:
+        self._undelivered = self.step()  # kept for whoever calls `step` next
+
+    def _abort_all(self, groups: list[SequenceGroup]) -> None:
+        for group in groups:
+            if self._serves(group):
+                self.abort_request(group.request_id)
+
+    def _check_open(self) -> None:
+        if self.model_runner is None:
+            raise ValueError("this engine is closed; make a new LLM")
+
+    def _make_groups(self, prompts: object, params: object, request_id: str | None = None) -> list[SequenceGroup]:
+        self._check_open()
+        return self._intake.make_groups(prompts, params, self.tokenizer, request_id, in_use=self._requests)
+
+    def close(self) -> None:
+        """End all requests and give the memory back. A second call does nothing; a later request is a ValueError."""
+        self._abort_all(list(self._requests.values()))
+        self.model_runner, self._undelivered = None, []
+        if self.resolved.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,124 @@
+"""Metrics: what the engine did, counted, and a record of every step.
+
+Counters are exact and the same on every machine; seconds are not. The lessons look at counters first.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+
+@dataclass
+class StepRecord:
+    """One step: who got how many tokens, who waited, who left, what the cache held, where the time went (seconds).
+
+    On a GPU `forward` only launches the work: the wait for it shows up in `sample`, which reads the result.
+    """
+
+    step: int
+    time: float  # at the start, of the clock that RequestMetrics uses
+    tokens: dict[str, int]  # request_id -> tokens forwarded
+    attention_pairs: int
+    seconds: dict[str, float] = field(default_factory=dict)  # phase -> seconds
+    kv_tokens_reserved: int = 0  # token slots of the cache that others cannot have
+    kv_tokens_used: int = 0  # of those, written after this step
+    decode_tokens: int = 0  # of `tokens`, those whose sequence lacked exactly one
+    idle_slots: int = 0  # of max_num_seqs, those that computed nothing
+    waiting: list[str] = field(default_factory=list)  # request_ids in the queue during the step, first come first
+    finished: list[str] = field(default_factory=list)  # request_ids whose outputs were returned after it
+    swapped: list[str] = field(default_factory=list)  # request_ids whose blocks are in host memory
+    preempted: list[str] = field(default_factory=list)  # request_ids that lost their blocks in this step
+    recomputed_tokens: int = 0  # of `tokens`, those that had been computed once and were lost
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    prefix_query_tokens: int = 0  # of those who were admitted in this step
+    prefix_hit_tokens: int = 0  # of these, those that lay in cached blocks and were not computed
+    cow_copies: int = 0  # blocks copied because they were shared and about to be written
+    # With trace_blocks: seq_id -> its blocks in order, and seq_id -> its tokens that are written in them.
+    block_tables: dict[str, list[int]] = field(default_factory=dict)
+    computed_tokens: dict[str, int] = field(default_factory=dict)
+
+    def pool_map(self, block_size: int) -> dict[int, tuple[list[str], int]]:
+        """block -> (the seq_ids that hold it, tokens written in it), of every block that is taken. Needs trace_blocks.
+
+        As many owners, so high is the block's ref count.
+        """
+        blocks: dict[int, tuple[list[str], int]] = {}
+        for seq_id, table in self.block_tables.items():
+            for i, block in enumerate(table):
+                owners, filled = blocks.get(block, ([], 0))
+                end = min(self.computed_tokens[seq_id] - i * block_size, block_size)
+                blocks[block] = ([*owners, seq_id], max(filled, end))
+        return blocks
+
+
+@dataclass
+class Metrics:
+    """Counters since the start or the last `reset`.
+
+    steps: forward passes. tokens_forwarded: tokens that went through the model. decode_tokens: those of a step in which
+    the sequence lacked exactly one token; prefill_tokens: all others. attention_pairs: causal query-key pairs per
+    sequence, counted once, not per layer or head. kv_tokens_reserved_peak and kv_tokens_used_peak: the most of any
+    step, in tokens; times kv_bytes_per_token (a fact of the model, which `reset` keeps) they are bytes.
+    idle_slot_steps: slots that computed nothing, summed over the steps. preemptions: how often a request lost its
+    blocks; recomputed_tokens (part of prefill_tokens), swapped_out_blocks and swapped_in_blocks are what that
+    cost. cow_copies: blocks copied because they were shared and about to be written. prefix_query_tokens and
+    prefix_hit_tokens: tokens of requests when they were admitted, and those of them found in cached blocks.
+    """
+
+    steps: int = 0
+    tokens_forwarded: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    attention_pairs: int = 0
+    kv_bytes_per_token: int = 0
+    kv_tokens_reserved_peak: int = 0
+    kv_tokens_used_peak: int = 0
+    idle_slot_steps: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    cow_copies: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    trace: list[StepRecord] = field(default_factory=list)
+
+    def record(self, record: StepRecord) -> None:
+        """Count one step and keep its record."""
+        record.step = self.steps
+        self.trace.append(record)
+        self.steps += 1
+        self.attention_pairs += record.attention_pairs
+        self.kv_tokens_reserved_peak = max(self.kv_tokens_reserved_peak, record.kv_tokens_reserved)
+        self.kv_tokens_used_peak = max(self.kv_tokens_used_peak, record.kv_tokens_used)
+        self.idle_slot_steps += record.idle_slots
+        forwarded = sum(record.tokens.values())
+        self.tokens_forwarded += forwarded
+        self.decode_tokens += record.decode_tokens
+        self.prefill_tokens += forwarded - record.decode_tokens
+        self.preemptions += len(record.preempted)
+        for name in (
+            "recomputed_tokens",
+            "swapped_out_blocks",
+            "swapped_in_blocks",
+            "cow_copies",
+            "prefix_query_tokens",
+            "prefix_hit_tokens",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(record, name))
+
+    def counters(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trace"}
+
+    def reset(self) -> None:
+        for f in fields(self):
+            if f.name != "kv_bytes_per_token":
+                setattr(self, f.name, [] if f.name == "trace" else 0)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Counters and trace as JSON text; written to `path` too, if given."""
+        text = json.dumps({**self.counters(), "trace": [asdict(record) for record in self.trace]})
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text

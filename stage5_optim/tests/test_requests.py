@@ -1,0 +1,273 @@
+"""Requests that come and go: ids, aborts, errors in a step, several streams, outputs that belong to somebody else."""
+
+import pytest
+
+from .. import LLM, SamplingParams
+from ..config import POLICIES
+from ..sequence import Sequence
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny", dtype="float64", device="cpu", max_model_len=64, max_num_seqs=3) as llm:
+        yield llm
+
+
+def greedy(n: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+def finish(llm: LLM) -> dict[str, list[int]]:
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+    return done
+
+
+def is_clean(llm: LLM) -> bool:
+    llm.block_manager.check_integrity()
+    return not llm.has_unfinished_requests() and llm.block_manager.num_free_blocks == llm.block_manager.num_blocks
+
+
+def next_id(llm: LLM) -> int:
+    """The number that the engine gives to its next request."""
+    request_id = llm.add_request([1], greedy(1))
+    llm.abort_request(request_id)
+    return int(request_id) + 1
+
+
+def test_an_id_in_use_is_refused_and_the_first_is_untouched(llm):
+    """A second request under the same id used to overwrite the first: one caller waits for ever."""
+    llm.add_request([1, 2, 3], greedy(10), request_id="x")
+    with pytest.raises(ValueError, match="'x' is in use"):
+        llm.add_request([4, 5], greedy(5), request_id="x")
+    llm.step()
+    llm.abort_request("unknown")
+    assert len(finish(llm)["x"]) == 10
+    assert llm.add_request([4, 5], greedy(5), request_id="x") == "x"
+    assert len(finish(llm)["x"]) == 5
+    assert is_clean(llm)
+
+
+def test_own_ids_do_not_collide_with_given_ones(llm):
+    """The engine counts; a user who counts too must not be overwritten."""
+    taken = str(next_id(llm))
+    llm.add_request([1], greedy(2), request_id=taken)
+    assert llm.add_request([2], greedy(2)) != taken
+    assert len(finish(llm)) == 2
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_abort_frees_everything_at_once(llm, steps):
+    """Waiting or running: the blocks are free before the next step, and no output comes."""
+    for name in "abcd":
+        llm.add_request([1, 2, 3], greedy(8), request_id=name)
+    for _ in range(steps):
+        llm.step()
+    for name in "abcd":
+        llm.abort_request(name)
+        llm.abort_request(name)
+    assert is_clean(llm)
+    assert llm.step() == []
+
+
+def test_a_refused_request_leaves_nothing(llm):
+    """Bad input is an error of its own request; the queue holds the others only."""
+    llm.add_request([1, 2], greedy(3), request_id="good")
+    for prompt in ([], "", [999], list(range(64)), [-1], None):
+        with pytest.raises(ValueError):
+            llm.add_request(prompt, greedy(3))
+    assert [group.request_id for group in llm.scheduler.waiting] == ["good"]
+    assert list(finish(llm)) == ["good"]
+
+
+def test_generate_does_not_lose_the_outputs_of_others(llm):
+    """A request that finishes while generate drives the engine is returned by the next step."""
+    llm.add_request([1, 2, 3], greedy(2), request_id="other")
+    (output,) = llm.generate([[4, 5, 6]], greedy(9), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 9
+    assert llm.has_unfinished_requests()
+    assert [o.request_id for o in llm.step()] == ["other"]
+    assert is_clean(llm)
+
+
+def test_several_streams_at_once(llm):
+    """Pieces come as (index, piece); joined they are what generate returns; each stream drives all."""
+    prompts = ["one", "another one", "z"]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, greedy(12), use_tqdm=False)]
+    joined = ["", "", ""]
+    for index, piece in llm.stream(prompts, greedy(12)):
+        joined[index] += piece
+    assert joined == texts
+    streams = [llm.stream(prompt, greedy(12)) for prompt in prompts]
+    assert ["".join(stream) for stream in reversed(streams)] == texts[::-1]
+    assert is_clean(llm)
+
+
+def test_streams_advance_together(llm):
+    """Asking one stream moves all: the steps are shared, so three streams cost hardly more steps than one."""
+    llm.metrics.reset()
+    streams = [llm.stream([i + 1, 2], greedy(12)) for i in range(3)]
+    for stream in streams:
+        "".join(stream)
+    assert llm.metrics.steps == 12
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_error_in_a_step_frees_what_it_held(policy, error, monkeypatch):
+    """After an exception or Ctrl-C in the middle of a step the same engine serves the next request, and right."""
+    with LLM("tiny", dtype="float64", device="cpu", max_model_len=64, max_num_seqs=2, policy=policy) as llm:
+        expected = llm.generate([[1, 2, 3]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids
+        original, calls = llm.model_runner.model.compute_logits, []
+
+        def fails_in_the_third_step(hidden):
+            calls.append(1)
+            if len(calls) == 3:
+                raise error("planted")
+            return original(hidden)
+
+        monkeypatch.setattr(llm.model_runner.model, "compute_logits", fails_in_the_third_step)
+        with pytest.raises(error):
+            llm.generate([[1, 2, 3], [4, 5], [6]], greedy(6), use_tqdm=False)
+        assert is_clean(llm)
+        assert llm.generate([[1, 2, 3]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_an_error_in_a_step_spares_those_who_wait(llm, monkeypatch):
+    """Only what the step held is aborted; the queue goes on."""
+    for name in "abcd":
+        llm.add_request([1, 2, 3], greedy(4), request_id=name)
+    monkeypatch.setattr(llm.model_runner.model, "compute_logits", lambda hidden: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.step()
+    monkeypatch.undo()
+    assert list(finish(llm)) == ["d"]
+    assert is_clean(llm)
+
+
+def test_prompt_longer_than_a_step_without_chunks_is_refused():
+    """It would wait for ever, silently, and everybody behind it."""
+    options = dict(device="cpu", max_model_len=64, max_num_batched_tokens=32, max_num_seqs=4)
+    with LLM("tiny", enable_chunked_prefill=False, **options) as llm:
+        for length in (33, 40):
+            with pytest.raises(ValueError, match=rf"{length} tokens.*max_num_batched_tokens=32"):
+                llm.add_request([1] * length, greedy(2))
+        assert [len(o.outputs[0].token_ids) for o in llm.generate([[1] * 8, [1] * 32], greedy(2))] == [2, 2]
+        whole = llm.generate([[3] * 32], greedy(5))[0].outputs[0].token_ids
+    with LLM("tiny", enable_chunked_prefill=True, **options) as llm:
+        assert [len(o.outputs[0].token_ids) for o in llm.generate([[1] * n for n in (40, 8, 32, 33)], greedy(2))] == [
+            2
+        ] * 4
+        assert llm.generate([[3] * 32], greedy(5))[0].outputs[0].token_ids == whole
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(policy="greedy"), "policy='greedy'"),
+        (dict(max_num_seqs=0), "max_num_seqs=0"),
+        (dict(max_num_seqs=8, max_num_batched_tokens=4), "max_num_batched_tokens=4 is less than max_num_seqs=8"),
+        (dict(max_num_prefills=-1), "max_num_prefills=-1"),
+        (dict(enable_chunked_prefill="yes"), "enable_chunked_prefill='yes'"),
+        (dict(max_num_sequences=4), "did you mean 'max_num_seqs'"),
+        (dict(num_kv_blocks=10**9), "lower num_kv_blocks"),
+        (dict(num_swap_blocks=10**9, preemption_mode="swap"), "num_swap_blocks=1000000000 .* lower it"),
+    ],
+)
+def test_bad_options_are_refused_at_the_door(options, words):
+    """Before any request: the value, the limit and the way out."""
+    with pytest.raises(ValueError, match=words):
+        LLM("tiny", device="cpu", **options)
+
+
+def test_times_of_each_request(llm):
+    """queue <= first token <= finish; the one that has to wait for a slot has the longest queue time."""
+    outputs = llm.generate([[1, 2]] * 4, greedy(5), use_tqdm=False)
+    for output in outputs:
+        m = output.metrics
+        assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.token_times[-1] <= m.finish_time
+        assert len(m.itl) == 4 and 0 <= m.queue_time <= m.ttft
+    assert outputs[3].metrics.queue_time > max(o.metrics.queue_time for o in outputs[:3])
+
+
+def test_a_stream_closed_before_its_first_piece_is_ended(llm):
+    """A generator that never began does not run its finally: the orphan took blocks when somebody else stepped."""
+    stream = llm.stream([1, 2, 3], greedy(8))
+    assert llm.has_unfinished_requests()
+    stream.close()
+    assert is_clean(llm)
+    llm.stream([1, 2, 3], greedy(8))  # dropped at once
+    assert is_clean(llm)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ctrl_c_half_way_through_a_step(policy, monkeypatch):
+    """Between counting a token as computed and appending it: the request lacked nothing and was never run again."""
+    with LLM("tiny", dtype="float64", device="cpu", max_model_len=64, max_num_seqs=2, policy=policy) as llm:
+        llm.add_request([1, 2, 3], greedy(9))
+        llm.step()
+
+        def stop(self, token_id):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Sequence, "append_token", stop)
+            with pytest.raises(KeyboardInterrupt):
+                llm.step()
+        assert is_clean(llm)
+
+
+def test_reset_before_a_static_batch_returns():
+    """The record of the step that a request ended in may be gone when its batch ends."""
+    with LLM("tiny", device="cpu", policy="static", max_num_seqs=3, max_model_len=64) as llm:
+        llm.add_request([1, 2], greedy(1), request_id="short")
+        llm.add_request([3, 4], greedy(20), request_id="long")
+        llm.step()
+        llm.metrics.reset()
+        llm.abort_request("long")
+        assert [output.request_id for output in llm.step()] == ["short"]
+        assert is_clean(llm)
+
+
+@pytest.mark.parametrize("request_id", [1, 1.0, True, ("a",), ["a"], b"a"])
+def test_an_id_that_is_no_text_is_refused(llm, request_id):
+    """Other types end up as keys in the trace, or collide with each other."""
+    with pytest.raises(ValueError, match="expected text or None"):
+        llm.add_request([1], greedy(1), request_id=request_id)
+    assert is_clean(llm)
+
+
+def test_a_refused_id_uses_up_nothing():
+    """The next request's id and drawn seed are those of an engine that never saw the refusal."""
+    made = []
+    for refuse in (False, True):
+        with LLM("tiny", dtype="float64", device="cpu", max_model_len=64, seed=1) as llm:
+            llm.add_request([1], greedy(1), request_id="x")
+            if refuse:
+                with pytest.raises(ValueError):
+                    llm.add_request([1], greedy(1), request_id="x")
+            (output,) = llm.generate([[7, 8]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+            made.append((output.request_id, output.outputs[0].token_ids))
+    assert made[0] == made[1]
+
+
+def test_many_ids_from_an_offset(llm):
+    """A user who numbers requests from 1,000 on must not exhaust the search for a free number."""
+    first = next_id(llm)
+    for i in range(1100):
+        llm.add_request([1], greedy(1), request_id=str(first + i))
+    own = llm.add_request([1], greedy(1))
+    assert own == str(first + 1100)
+    for i in range(1101):
+        llm.abort_request(str(first + i))
+    assert is_clean(llm)
+
+
+def test_close_leaves_nothing_to_step_for():
+    """Outputs that nobody fetched kept has_unfinished_requests true on an engine that can no longer step."""
+    llm = LLM("tiny", device="cpu", max_model_len=64)
+    llm.add_request([1], greedy(1))
+    llm.generate([[2]], greedy(4), use_tqdm=False)
+    llm.close()
+    assert not llm.has_unfinished_requests()

@@ -1,0 +1,141 @@
+"""Text to token ids and back. (A given file: complete from stage 1, it may be skipped.)
+
+`Tokenizer` wraps the tokenizer that lies beside the weights. `Detokenizer` turns ids into text one at a time, and that
+takes care: a Chinese character or an emoji may be spread over several tokens, and a stop string too. Text is only
+released once no later token can change or cut it:
+
+    ids     e4 bd | a0 e5 | a5 bd              stop=["END"]   "the E" | "N" | "vy"
+    text    ""    | "你"  | "好"                               "the "  | ""  | "ENvy"
+
+The joined pieces are the text of the output, and equal the decoding of all output ids at once.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+
+
+class Tokenizer:
+    """The Hugging Face tokenizer of a model folder, behind the four calls that the engine needs."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported late: it takes seconds
+
+        try:
+            self.hf = AutoTokenizer.from_pretrained(str(folder))
+        except Exception:  # it also checks config.json, and more strictly than we do (no "head_dim": null, say)
+            self.hf = PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.hf.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. A BOS token is added if the tokenizer does so, never a second if the text has one."""
+        try:
+            ids = self.hf.encode(text)
+        except (TypeError, UnicodeError) as error:  # lone surrogates
+            raise ValueError(f"the prompt {text[:40]!r} is not valid Unicode text: {error}") from None
+        bos = self.hf.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens left out. Ids that the tokenizer does not know give nothing."""
+        return self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as it is written, special tokens included; for the eyes of a reader of logprobs."""
+        return self.hf.decode([token_id], clean_up_tokenization_spaces=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.hf.chat_template)
+
+    def apply_chat_template(self, messages: list[dict]) -> list[int]:
+        """Ids of a conversation, up to where the assistant's answer begins. Raises ValueError if that is impossible."""
+        if not self.has_chat_template:
+            raise ValueError("this model's tokenizer has no chat template; give generate() the prompt as text instead")
+        _check_messages(messages)
+        try:
+            return self.hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # the template itself refuses: wrong order of roles, an unknown role, ...
+            raise ValueError(f"the chat template of this model refuses the messages: {error}") from error
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages={messages!r}: expected a non-empty list of {{'role': ..., 'content': ...}}")
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"message {message!r}: expected a dict with 'role' and 'content'")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"message {message!r}: 'content' must be text")
+
+
+class Detokenizer:
+    """Incremental text of one output. One object per sequence; it holds no reference to the prompt.
+
+    `text` is what has been released so far. The last tokens are kept in a window that is decoded anew with each token,
+    because how a token is written can depend on the token before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._window: list[int] = []
+        self._complete = 0  # so many tokens of the window end with a character
+        self._taken = 0  # characters of the window's text that `_decode` has returned
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+
+    def add(self, token_id: int, may_stop: bool = True) -> bool:
+        """Take one more token. Returns True if a stop string is complete; the text then ends before it."""
+        self._held += self._decode(token_id)
+        if may_stop:
+            cut = _earliest(self._held, self._stop)
+            if cut is not None:
+                self.text += self._held[:cut]
+                self._held = ""
+                self._window.clear()
+                return True
+        keep = _stop_prefix_length(self._held, self._stop)
+        self.text += self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def finish(self) -> None:
+        """No more tokens: release what was held back, unfinished characters as replacement marks."""
+        self.text += self._held + self._tokenizer.decode(self._window)[self._taken :]
+        self._held = ""
+        self._window.clear()
+
+    def _decode(self, token_id: int) -> str:
+        """Text that this token adds or completes, without what may be half a character at its end."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        certain = text.rstrip(REPLACEMENT)
+        new = certain[self._taken :]
+        self._taken += len(new)
+        if new and certain == text:  # the next window begins where this one was complete before
+            del self._window[: self._complete]
+            self._complete = len(self._window)
+            self._taken = len(self._tokenizer.decode(self._window))
+        return new
+
+
+def _earliest(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the stop string that is complete first begins: the same however the text falls into tokens."""
+    found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _stop_prefix_length(text: str, stop: tuple[str, ...]) -> int:
+    """Length of the longest end of the text that is the beginning of a stop string."""
+    longest = 0
+    for string in stop:
+        for size in range(min(len(string) - 1, len(text)), longest, -1):
+            if text.endswith(string[:size]):
+                longest = size
+                break
+    return longest
