@@ -176,12 +176,12 @@ class BlockManager:
     def shrink(self, seq_id: str, num_tokens: int) -> None:
         """Give back the blocks behind the first num_tokens."""
         table = self._pool.tables[seq_id]
-        count = len(table.blocks) - self.blocks_for(num_tokens)
+        count, before = len(table.blocks) - self.blocks_for(num_tokens), self.num_free_blocks
         table.num_tokens = min(table.num_tokens, num_tokens)
         for _ in range(count):
             self._pool.give_back(table.blocks.pop())
         if count > 0:
-            self._log(seq_id, -count, "not written yet")
+            self._log(seq_id, before - self.num_free_blocks, "not written yet")
 
     def _is_shared_tail(self, pool: BlockPool, table: BlockTable) -> bool:
         """The next token goes into a block that others hold too."""

@@ -329,6 +329,26 @@ def test_a_second_table_for_the_same_name_is_refused():
         manager.fork("a", "b")
 
 
+def test_what_is_not_written_is_given_back_from_the_tail():
+    """A prompt has all its blocks from the start; of those behind its last computed token nobody would miss a thing."""
+    manager = BlockManager(8, B)
+    manager.allocate("a", 5 * B)
+    manager.shrink("a", 2 * B + 1)
+    assert manager.block_table("a") == [0, 1, 2] and list(manager._pool.free) == [5, 6, 7, 4, 3]
+    manager.check_integrity()
+    before = snapshot(manager)
+    manager.shrink("a", 2 * B + 1)
+    manager.shrink("a", 7 * B)
+    assert snapshot(manager) == before, "there is nothing to give back, and nothing to log"
+    assert manager.grow({"a": 3 * B}) == [] and manager.num_free_blocks == 5
+    manager.grow({"a": 3 * B + 1})
+    assert manager.block_table("a") == [0, 1, 2, 5]
+    manager.fork("a", "b")
+    manager.shrink("a", 0)
+    assert manager.num_free_blocks == 4 and manager.allocation_log[-1].blocks == 0, "b still has all of them"
+    manager.check_integrity()
+
+
 # swap
 
 
@@ -755,6 +775,15 @@ class AnyCalls(RuleBasedStateMachine):
             self.memory[target] = list(before[source])
         copied = sum(self.append(name, self.new_tokens(c)) for name, c in zip(names, counts, strict=False) if c)
         assert copied == len(copies)
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def shrink(self, data):
+        """To the end of a page, or of what there is: in the middle of a shared page its holders would disagree."""
+        name = data.draw(st.sampled_from(sorted(self.pages)))
+        count = data.draw(st.integers(1, len(self.pages[name])))
+        self.manager.shrink(name, count * self.size)
+        del self.pages[name][count:]
 
     @precondition(lambda self: self.pages or self.away)
     @rule(data=st.data())

@@ -134,8 +134,7 @@ def check_step(s: Scheduler, batch: Batch) -> None:
         has_begun = item.seq.num_computed_tokens > 0 or item.seq.num_lost_tokens > 0
         missing = s.running[item.seq.request_id].target_len(item.seq) - item.seq.num_computed_tokens
         assert s.config.enable_chunked_prefill or item.num_tokens == missing or missing > budget or has_begun
-    if s.config.preemption_mode == "recompute":
-        assert len({item.seq.request_id for item in items if not item.is_decode}) <= s.config.max_num_prefills
+    assert len({item.seq.request_id for item in items if not item.is_decode}) <= s.config.max_num_prefills
     running, waiting = order(s)  # s.running may also hold members of a static batch that have ended
     assert items or not (running or (waiting and not s.running)), "there is work, and nobody works"
 
@@ -168,6 +167,7 @@ def check_blocks(s: Scheduler) -> None:
     assert set(manager._pool.tables) == {seq.seq_id for seq in running}
     assert set(manager._host.tables) == {seq.seq_id for seq in swapped}
     assert sum(len(one.unfinished) for one in s.running.values()) <= s.config.max_num_seqs
+    assert s.config.policy == "static" or not any(one.is_finished for one in s.running.values())
 
 
 def run_all(s: Scheduler, bound: int = 10_000) -> list[list[tuple[str, int]]]:
@@ -302,17 +302,19 @@ def test_mixed_gives_every_running_sequence_a_token_in_every_step():
 
 def test_prefill_first_lets_decodes_run_after_max_num_seqs_prompts():
     """Prompts that end with their first token free their place at once; without a bound they could keep decodes out."""
-    s = filled(("a", 4, 10), policy="prefill_first", num_seqs=3)
+    s = filled(("a", 4, 5), policy="prefill_first", num_seqs=3)
     run_step(s)
-    waits, longest = 0, 0
-    for i in range(60):
+    turns = []
+    for i in range(20):
         s.add(group(f"new{i}", 16, 1))
-        waits = 0 if ("a", 1) in run_step(s) else waits + 1
-        longest = max(longest, waits)
-        if "a" not in s.running:
-            break
-    assert longest <= 3
-    assert "a" not in s.running
+        turns.append(run_step(s)[0][0][0])
+    assert "".join(turns) == "nna" + 3 * "nnna" + "nnnnn", "and then it is the prompts' turn again"
+
+
+def test_prompts_that_disturb_nobody_do_not_wait():
+    """prefill_first: more one-token requests than max_num_seqs, one by one. Where nobody decodes nobody gives way."""
+    s = filled(*[(str(i), 6, 1) for i in range(9)], policy="prefill_first", num_seqs=3, tokens=6)
+    assert len(run_all(s)) == 9
 
 
 def test_prefill_first_takes_whole_prompts_before_decodes():
@@ -619,6 +621,19 @@ def test_swapped_requests_are_no_prefills():
     """max_num_prefills keeps prompts apart. Who comes back from the host computes one token: it need not wait."""
     s = filled(("a", 4, 9), ("b", 4, 9), ("c", 4, 9), blocks=5, mode="swap", host=1, prefills=1)
     assert [("b", 9), ("c", 1)] in run_all(s)
+
+
+def test_a_prompt_that_was_swapped_out_half_way_is_a_prefill():
+    """What comes back from the host may lack more than one token: beside another prompt it would exceed the cap."""
+    s = filled(("a", 4, 14), ("b", 4, 14), blocks=6, mode="swap", host=2, prefills=1, tokens=7)
+    for _ in range(4):
+        run_step(s)
+    s.add(group("c", 8, 3))
+    steps = run_all(s)
+    assert steps[0] == [("a", 1), ("b", 1), ("c", 5)]  # then c is swapped out, and later b has to start again
+    assert steps[10:13] == [[("b", 7)], [("b", 5)], [("b", 1), ("c", 3)]], (
+        "the second step has room for two tokens more"
+    )
 
 
 # several samples of one prompt
