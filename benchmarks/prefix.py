@@ -2,6 +2,7 @@
 
     python -m benchmarks.prefix claims                                      # memory and work, counted
     python -m benchmarks.prefix ttft --model smollm2-135m                   # a prompt that was seen before
+    python -m benchmarks.prefix ttft --model qwen3-0.6b --dummy             # on a GPU; an H200: half a minute
     python -m benchmarks.prefix host                                        # what hashing adds to a step, without a hit
 
 claims and host run on `tiny`; what is counted is exact on any machine. Files: prefix-NAME.json and prefix-NAME.png.
@@ -37,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
-    p.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048], help="ttft: tokens of the prompt")
+    p.add_argument("--lengths", type=int, nargs="+", help="ttft: tokens; left out: 128 512 1024, and 2048 if not tiny")
+    p.add_argument("--block-size", type=int, default=BLOCK, help="ttft: tokens of a block; 0: the engine's own choice")
     p.add_argument("--samples", type=int, default=3, help="runs per number, after a warm-up; the median counts")
     p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
@@ -47,7 +49,7 @@ def engine(args: argparse.Namespace, caching: bool, model: str = "tiny", **optio
     package = importlib.import_module(STAGE)
     options |= {"load_format": "dummy"} if args.dummy else {}
     common = dict(device=args.device, dtype=args.dtype, block_size=BLOCK, enable_prefix_caching=caching)
-    return package, package.LLM(model, **common, **options)
+    return package, package.LLM(model, **common | options)
 
 
 def prompts(count: int, shared: int, own: int, seed: int = 0) -> list[list[int]]:
@@ -94,20 +96,30 @@ def claims(args: argparse.Namespace) -> list[dict]:
 
 
 def ttft(args: argparse.Namespace) -> list[dict]:
-    """Time to the first token of a prompt that is new, and of the same prompt again."""
-    longest = max(args.lengths)
-    package, llm = engine(args, True, args.model, max_num_seqs=1, max_num_batched_tokens=longest)
+    """Time to the first token of a prompt that is new, and of the same prompt again: all but its end is cached."""
+    lengths = args.lengths or [128, 512, 1024] + ([] if args.model == "tiny" else [2048])
+    options = dict(max_num_seqs=1, max_num_batched_tokens=max(lengths), block_size=args.block_size or None)
+    package, llm = engine(args, True, args.model, **options)
     params, rows = package.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), []
-    for length in tqdm(args.lengths, unit="row", desc="ttft"):
-        (prompt,), times = prompts(1, 0, length, seed=length), []
-        for _ in range(args.samples + 1):
+    for length in tqdm(lengths, unit="row", desc="ttft"):
+        found = []  # of each sample: time and computed tokens of the first call and of the second
+        for sample in range(args.samples + 1):
+            (prompt,) = prompts(1, 0, length, seed=1000 * sample + length)
             llm.reset_prefix_cache()
-            times.append([1000 * llm.generate([prompt], params, use_tqdm=False)[0].metrics.ttft for _ in range(2)])
-        new, again = (median(column) for column in zip(*times[1:], strict=True))
+            found.append([*timed_call(llm, prompt, params), *timed_call(llm, prompt, params)])
+        new, new_tokens, again, again_tokens = (median(column) for column in zip(*found[1:], strict=True))
         rows.append({"name": f"{length:,} tokens", "length": length, "new_ms": new, "again_ms": again})
-        rows[-1] |= {"ratio": new / again, "dtype": str(llm.resolved.dtype).removeprefix("torch.")}
+        rows[-1] |= {"new_tokens": int(new_tokens), "again_tokens": int(again_tokens), "ratio": new / again}
+        rows[-1] |= {"dtype": str(llm.resolved.dtype).removeprefix("torch."), "block_size": llm.resolved.block_size}
     llm.close()
     return rows
+
+
+def timed_call(llm, prompt: list[int], params) -> tuple[float, int]:
+    """Milliseconds to the first token, and prompt tokens that were computed for it."""
+    llm.metrics.reset()
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    return 1000 * output.metrics.ttft, llm.metrics.prefill_tokens
 
 
 def host(args: argparse.Namespace) -> list[dict]:
@@ -144,6 +156,8 @@ COLUMNS = {
         "prefill_on_paper": ("on paper", "{:,}"),
     },
     "ttft": {
+        "new_tokens": ("tokens computed, new", "{:,}"),
+        "again_tokens": ("seen before", "{:,}"),
         "new_ms": ("new, ms", "{:.1f}"),
         "again_ms": ("seen before, ms", "{:.1f}"),
         "ratio": ("times faster", "{:.1f}"),
@@ -159,8 +173,8 @@ COLUMNS = {
 def main(argv: list[str] | None = None) -> int:
     cli = parser()
     args = cli.parse_args(argv)
-    if args.samples < 1 or min(args.lengths) < 1:
-        cli.error("--samples and --lengths must be at least 1")
+    if args.samples < 1 or min(args.lengths or [1]) < 1 or args.block_size < 0:
+        cli.error("--samples and --lengths must be at least 1, --block-size at least 0")
     start = time.perf_counter()
     rows = WHAT[args.what](args)
     columns = COLUMNS[args.what]

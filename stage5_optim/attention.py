@@ -85,10 +85,14 @@ def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 def attend_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], kv the layer's cache -> as q."""
-    write_kv(k, v, kv, metadata)
+    """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], kv the layer's cache -> as q.
+
+    k and v are None where they lie in the cache already: a fused kernel has put them there.
+    """
+    if k is not None:
+        write_kv(k, v, kv, metadata)
     outs = []
     queries = q.split(metadata.query_lens)
     for q_one, table, seq_len in zip(queries, metadata.block_table, metadata.seq_lens, strict=True):
@@ -99,12 +103,13 @@ def attend_torch(
 
 
 def attend_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """As attend_torch, all sequences in one kernel, which finds each one's K and V through the block table."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-    write_kv(k, v, kv, metadata)
+    if k is not None:
+        write_kv(k, v, kv, metadata)
     if len(q) == len(metadata.seq_lens):  # one token each: the kernel that splits long contexts over the GPU
         lens, table = metadata.seq_lens_tensor, metadata.block_table
         return flash_attn_with_kvcache(q[:, None], *kv, cache_seqlens=lens, block_table=table, causal=True)[:, 0]
@@ -121,7 +126,7 @@ def attend_flash(
 
 
 def attend_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """As attend_torch, with kernels of our own. Triton is imported here, so that nobody else needs it."""
     from . import paged_attention
@@ -166,15 +171,16 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, blo
     return None
 
 
-OBSTACLES = {"flash_attn": flash_attn_obstacle, "triton": triton_obstacle}  # the fastest first
+OBSTACLES = {"triton": triton_obstacle, "flash_attn": flash_attn_obstacle}  # the fastest first; in a graph that is ours
 
 
 def choose_block_size(
     requested: int | None, backend: str | None, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> int:
     """Tokens per block: 256 where flash-attn is asked for or will be chosen, as it takes no less; else 16."""
-    uses_flash = backend == "flash_attn" or (backend is None and not flash_attn_obstacle(device, dtype, head_dim, 256))
-    return requested or (256 if uses_flash else 16)
+    no_triton = triton_obstacle(device, dtype, head_dim, 16) is not None
+    will_be_flash = no_triton and not flash_attn_obstacle(device, dtype, head_dim, 256)
+    return requested or (256 if backend == "flash_attn" or (backend is None and will_be_flash) else 16)
 
 
 def choose_backend(

@@ -8,11 +8,13 @@ shape is an error with its name, because a model with one wrong matrix still wri
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from . import ops as torch_ops
 from .attention import attend_torch
 from .config import ModelConfig
 from .model import CausalLM, Linear
@@ -25,7 +27,13 @@ def empty_model(config: ModelConfig) -> CausalLM:
 
 
 def build_model(
-    config: ModelConfig, attend: Callable, max_model_len: int, device: torch.device, weights: Path | None, seed: int
+    config: ModelConfig,
+    attend: Callable,
+    max_model_len: int,
+    device: torch.device,
+    weights: Path | None,
+    seed: int,
+    ops: ModuleType = torch_ops,
 ) -> CausalLM:
     """A model on `device` in `config.dtype`, filled from the folder `weights`, or at random where that is None.
 
@@ -34,11 +42,12 @@ def build_model(
     if weights is not None:
         check_names(empty_model(config), weights, config.tie_word_embeddings)
     with torch.device(device):
-        model = CausalLM(config, attend, max_model_len)
+        model = CausalLM(config, attend, max_model_len, ops)
     if weights is None:
         fill_random(model, seed)
     else:
         fill_from(model, weights)
+    model.pack()
     if device.type == "cpu" and config.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         pack_linears(model)
     return model.eval()

@@ -56,6 +56,10 @@ class EngineConfig:
     latter; None: 4 GiB. watermark: share of the pool that admission leaves free. max_blocks_per_seq: a request that
     could need more is refused; None: no cap. trace_blocks: keep all block tables of every step in the trace.
     enable_prefix_caching: requests that begin alike share what is computed (see prefix_cache.py).
+
+    fused_kernels: kernels of our own beside attention (kernels.py). enforce_eager: True turns CUDA graphs off
+    (cuda_graphs.py). async_scheduling: plan a step while the last one runs (pipeline.py). None, of each: on where there
+    is a GPU and nothing stands in its way, which the first log line says.
     """
 
     model: str
@@ -79,6 +83,9 @@ class EngineConfig:
     max_blocks_per_seq: int | None = None
     trace_blocks: bool = False
     enable_prefix_caching: bool = False
+    fused_kernels: bool | None = None
+    enforce_eager: bool | None = None
+    async_scheduling: bool | None = None
 
     @classmethod
     def from_options(cls, model: str, options: dict) -> "EngineConfig":
@@ -97,8 +104,9 @@ class EngineConfig:
             raise ValueError(f"attention_backend={self.attention_backend!r}: expected one of {known}, or None")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r}: expected one of {', '.join(POLICIES)}")
-        if self.enable_chunked_prefill not in (None, True, False):
-            raise ValueError(f"enable_chunked_prefill={self.enable_chunked_prefill!r}: expected True, False or None")
+        for name in ("enable_chunked_prefill", "fused_kernels", "enforce_eager", "async_scheduling"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True, False or None")
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ValueError(f"preemption_mode={self.preemption_mode!r}: expected 'recompute' or 'swap'")
         for name in ("trace_blocks", "enable_prefix_caching"):

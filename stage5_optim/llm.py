@@ -13,14 +13,13 @@ newest request steps back and goes on later.
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from . import checkpoint, zoo
 from .attention import BACKENDS, choose_backend, choose_block_size
-from .batch import Batch
 from .block_manager import BlockManager
 from .config import (
     EngineConfig,
@@ -32,16 +31,18 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
+from .cuda_graphs import graph_sizes
+from .features import device_memory, resolve_features
 from .intake import Intake
 from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
 from .metrics import Metrics
-from .model_runner import ModelRunner, StepResult, largest_batch
+from .model_runner import ModelRunner, largest_batch
+from .pipeline import Pipeline
 from .progress import Progress
 from .sampling import SamplingParams
 from .scheduler import Scheduler, check_request_id
 from .sequence import RequestOutput, SequenceGroup
 from .tokenizer import Tokenizer
-from .trace import step_record
 
 logger = logging.getLogger(__package__)
 
@@ -55,6 +56,7 @@ class LLM:
         files = zoo.locate(model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
         self.resolved = self._resolve(device, model_config)
+        self.features = resolve_features(self.config, self.resolved, model_config.head_dim)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)
         self.tokenizer = Tokenizer(files.tokenizer)
         self.metrics = Metrics()
@@ -87,13 +89,25 @@ class LLM:
         attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
         seed = self.config.seed or 0
         model = checkpoint.build_model(
-            self.model_config, attend, resolved.max_model_len, resolved.device, files.weights, seed
+            self.model_config, attend, resolved.max_model_len, resolved.device, files.weights, seed, self.features.ops
         )
         num_seqs = self.config.max_num_seqs or (32 if resolved.device.type == "cpu" else 256)
         self.scheduler_config = resolve_scheduler(self.config, num_seqs, resolved.max_model_len)
-        runner = ModelRunner(model, None, resolved.device, self.tokenizer)
+        runner = ModelRunner(model, None, resolved.device, self.tokenizer, self.features.ops, num_seqs)
         runner.kv_cache = self._build_cache(self._memory_for_cache(runner))
+        is_async, trace_blocks = self.features.async_scheduling, self.config.trace_blocks
+        self._pipeline = Pipeline(self.scheduler, runner, self.metrics, is_async, trace_blocks)
+        if self.features.cuda_graphs:
+            self._make_graphs(runner)
         return runner
+
+    def _make_graphs(self, runner: ModelRunner) -> None:
+        start, before = time.perf_counter(), device_memory(self.resolved.device)
+        sizes = graph_sizes(self.scheduler_config.max_num_seqs)
+        runner.make_graphs(sizes, self.resolved.max_model_len, self.model_config.vocab_size)
+        taken = device_memory(self.resolved.device) - before
+        seconds = time.perf_counter() - start
+        logger.info(f"{len(sizes)} graphs of up to {sizes[-1]} rows: {seconds:.1f} s, {taken / 2**30:.2f} GiB")
 
     def _memory_for_cache(self, runner: ModelRunner) -> int:
         """Bytes that the KV cache may take. On a GPU one step at the largest batch shows what the steps need."""
@@ -126,7 +140,7 @@ class LLM:
             f"{__package__}: {self.config.model} on {r.device} in {dtype}, attention {r.attention_backend} "
             f"({r.attention_reason}), up to {r.max_model_len} tokens, "
             f"{self.scheduler_config.policy} scheduling of up to {self.scheduler_config.max_num_seqs} sequences, "
-            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens"
+            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens, {self.features}"
         )
 
     def generate(
@@ -208,6 +222,8 @@ class LLM:
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
+        if request_id in self._requests and self._pipeline.in_flight is not None:
+            self._drive(self._pipeline.drain)
         self._requests.pop(request_id, None)
         self._for_step.pop(request_id, None)
         self.scheduler.abort(request_id)
@@ -223,33 +239,22 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
         self._check_open()
-        start = time.perf_counter()
-        try:
-            batch = self.scheduler.schedule()
-            scheduled = time.perf_counter()
-            assert batch.scheduled or not batch.moves, "blocks are moved, but nobody runs"
-            if batch.scheduled:
-                self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
-            outputs = self._retire()
-        except BaseException:  # Ctrl-C too: what the step held must not stay behind, half done
-            self.block_manager.recount()
-            self._abort_all(list(self.scheduler.batch.touched.values()))
-            raise
-        outputs, self._undelivered = self._undelivered + outputs, []
+        if self._pipeline.must_drain:
+            self._drive(self._pipeline.drain)
+        self._drive(self._pipeline.step)
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
-    def _postprocess(self, batch: Batch, result: StepResult, start: float, scheduled: float) -> None:
-        """Take over what the step computed, and count it."""
-        begin = time.perf_counter()
-        for item in batch.scheduled:
-            item.seq.num_computed_tokens += item.num_tokens
-            self.scheduler.fork(item)
-            if item.is_last_chunk:
-                for seq in (item.seq, *item.forks):
-                    seq.append_token(result.token_ids[seq.seq_id])
-        seconds = {"schedule": scheduled - start, **result.seconds, "postprocess": time.perf_counter() - begin}
-        trace_blocks, pairs = self.config.trace_blocks, result.attention_pairs
-        self.metrics.record(step_record(batch, self.scheduler, start, pairs, seconds, trace_blocks))
+    def _drive(self, work: Callable[[], None]) -> None:
+        """Do some work on steps; outputs that come of it are kept for `step`."""
+        try:
+            work()
+            self._undelivered += self._retire()
+        except BaseException:  # Ctrl-C too: what the steps held must not stay behind, half done
+            batches = [*self._pipeline.cancel(), self.scheduler.batch]
+            self.block_manager.recount()
+            self._abort_all([group for batch in batches for group in batch.touched.values()])
+            raise
 
     def _retire(self) -> list[RequestOutput]:
         """Let finished sequences go. Returns the outputs that `step` owes its caller."""
@@ -287,8 +292,10 @@ class LLM:
 
     def close(self) -> None:
         """End all requests and give the memory back. A second call does nothing; a later request is a ValueError."""
+        if self.model_runner is not None:
+            self._pipeline.cancel()
         self._abort_all(list(self._requests.values()))
-        self.model_runner, self._undelivered = None, []
+        self.model_runner, self._pipeline, self._undelivered = None, None, []
         if self.resolved.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

@@ -34,6 +34,9 @@ class StepRecord:
     prefix_query_tokens: int = 0  # of those who were admitted in this step
     prefix_hit_tokens: int = 0  # of these, those that lay in cached blocks and were not computed
     cow_copies: int = 0  # blocks copied because they were shared and about to be written
+    graph_replays: int = 0
+    padding_tokens: int = 0  # rows of a graph that nobody needed
+    discarded_tokens: int = 0  # computed after a stop that was seen late; not in `tokens`
     # With trace_blocks: seq_id -> its blocks in order, and seq_id -> its tokens that are written in them.
     block_tables: dict[str, list[int]] = field(default_factory=dict)
     computed_tokens: dict[str, int] = field(default_factory=dict)
@@ -64,6 +67,8 @@ class Metrics:
     blocks; recomputed_tokens (part of prefill_tokens), swapped_out_blocks and swapped_in_blocks are what that
     cost. cow_copies: blocks copied because they were shared and about to be written. prefix_query_tokens and
     prefix_hit_tokens: tokens of requests when they were admitted, and those of them found in cached blocks.
+    graph_replays: steps that one CUDA graph ran; padding_tokens: the rows that filled those graphs up. discarded_tokens:
+    computed after a stop that was seen late (async_scheduling); no other counter has them.
     """
 
     steps: int = 0
@@ -82,6 +87,9 @@ class Metrics:
     cow_copies: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    graph_replays: int = 0
+    padding_tokens: int = 0
+    discarded_tokens: int = 0
     trace: list[StepRecord] = field(default_factory=list)
 
     def record(self, record: StepRecord) -> None:
@@ -105,6 +113,9 @@ class Metrics:
             "cow_copies",
             "prefix_query_tokens",
             "prefix_hit_tokens",
+            "graph_replays",
+            "padding_tokens",
+            "discarded_tokens",
         ):
             setattr(self, name, getattr(self, name) + getattr(record, name))
 

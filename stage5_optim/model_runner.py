@@ -3,22 +3,28 @@
 Stage 3 lays the tokens of all scheduled sequences end to end and runs them through the model as one list. A linear
 layer reads its weights once for all of them, and that is where the speed of a batch comes from. Since stage 4 a token's
 place in the cache comes from its sequence's block table, and blocks are copied and moved before the step.
+
+In stage 5 a step has two halves. `launch` gives the GPU its work and returns at once; `collect` waits for the sampled
+tokens. In between the CPU is free (pipeline.py says for what). The tokens stay on the device too, in `sampled`, where
+the next step may read them before the CPU knows them.
 """
 
 import time
 from dataclasses import dataclass
-from itertools import accumulate
+from types import ModuleType
 
-import numpy as np
 import torch
 
-from .attention import AttentionMetadata
+from . import ops as torch_ops
 from .batch import Batch, Scheduled
 from .config import SchedulerConfig
+from .cuda_graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .model import CausalLM
 from .sampling import Logprob, SamplingParams, sample, top_logprobs
 from .sequence import Sequence, SequenceGroup
+from .staging import Staging, TableRows
+from .step_inputs import StepInputs, as_inputs, build, pad, sampled_sequences
 from .tokenizer import Tokenizer
 
 
@@ -31,62 +37,153 @@ class StepResult:
     seconds: dict[str, float]
 
 
-class ModelRunner:
-    """Owns the model on its device and the KV cache. `run` takes a step's plan and returns the tokens sampled."""
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device is working on.
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache | None, device: torch.device, tokenizer: Tokenizer):
+    seqs: who gets a token, in the order of `token_ids` [R], which the device fills; then it records the event `done`
+    (None: it is done). logits [R, vocab]: kept if somebody wants logprobs. num_padding: rows that nobody needed, of the
+    graph that was replayed; None without a graph.
+    """
+
+    seqs: list[Sequence]
+    token_ids: torch.Tensor
+    done: torch.cuda.Event | None
+    logits: torch.Tensor | None
+    attention_pairs: int
+    num_padding: int | None
+    seconds: dict[str, float]
+
+
+class ModelRunner:
+    """Owns the model on its device and the KV cache. Takes a step's plan and returns the tokens sampled.
+
+    ops: ops.py, or kernels.py with the same in fewer launches. max_num_seqs: most tokens sampled in one step.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache | None,
+        device: torch.device,
+        tokenizer: Tokenizer,
+        ops: ModuleType = torch_ops,
+        max_num_seqs: int = 256,
+    ):
         self.model = model
         self.kv_cache = kv_cache
         self.device = device
         self.tokenizer = tokenizer
+        self.ops = ops
+        self.graphs: DecodeGraphs | None = None
+        self._logits: torch.Tensor | None = None  # what graphs write them to
+        self.sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # by row of the last step
+        self._staging = Staging(device)
+        self._tables = TableRows()
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """One forward pass over the scheduled tokens, and a token for every sequence that lacks nothing any more."""
+        return self.collect(self.launch(batch))
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Give the device all that this step has to do. Nothing here waits for it."""
         start = time.perf_counter()
         self.kv_cache.move(batch.moves)
-        input_ids, positions, metadata = self.prepare(batch.scheduled)
+        size = self.graph_size(batch.scheduled)
+        inputs = self.prepare(batch.scheduled, size)
         prepared = time.perf_counter()
-        hidden = self.model(input_ids, positions, self.kv_cache.data, metadata)  # [T, hidden]
-        rows, seqs = self.rows_to_sample(batch.scheduled)
-        logits = self.model.compute_logits(hidden[rows])  # [R, vocab]: only the last tokens' successors are unknown
+        seqs = sampled_sequences(batch.scheduled)
+        logits = self.forward(inputs) if size is None else self.graphs.replay(size, inputs)[: len(seqs)]
         forwarded = time.perf_counter()
-        token_ids = sample(logits, seqs).tolist() if seqs else []
-        for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
-            if seq.params.logprobs is not None:
-                seq.logprobs.append(self.describe(logits[row], token_id, seq.params.logprobs))
-        seconds = {
-            "prepare": prepared - start,
-            "forward": forwarded - prepared,
-            "sample": time.perf_counter() - forwarded,
-        }
-        by_id = {seq.seq_id: token_id for seq, token_id in zip(seqs, token_ids, strict=True)}
-        return StepResult(by_id, metadata.attention_pairs, seconds)
+        if seqs:
+            self.sample(logits, seqs, inputs, is_sampled=size is not None and self.samples_in_graph)
+        token_ids, done = self.send_to_host(len(seqs))
+        wants_logprobs = any(seq.params.logprobs is not None for seq in seqs)
+        seconds = {"prepare": prepared - start, "forward": forwarded - prepared}
+        seconds["sample"] = time.perf_counter() - forwarded
+        padding = None if size is None else size - len(seqs)
+        logits = logits.clone() if wants_logprobs else None
+        return LaunchedStep(seqs, token_ids, done, logits, inputs.metadata.attention_pairs, padding, seconds)
 
-    def prepare(self, batch: list[Scheduled]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        """Inputs of this step: input_ids [T] and positions [T] of the scheduled tokens, end to end, int64."""
-        token_ids, positions, slot_mapping = [], [], []
-        for scheduled in batch:
-            seq = scheduled.seq
-            start, end = seq.num_computed_tokens, seq.num_computed_tokens + scheduled.num_tokens
-            token_ids += seq.token_ids[start:end]
-            positions += range(start, end)
-            slot_mapping += slots(scheduled.block_table, start, end, self.kv_cache.block_size)
-        metadata = self.describe_batch(batch, slot_mapping)
-        return self.tensor(token_ids), self.tensor(positions), metadata
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait until the step is done, and read its tokens."""
+        start = time.perf_counter()
+        if step.done is not None:
+            step.done.synchronize()
+        token_ids = step.token_ids.tolist()
+        for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
+            if seq.params.logprobs is not None and not seq.is_finished:
+                seq.logprobs.append(self.describe(step.logits[row], token_id, seq.params.logprobs))
+        seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
+        by_id = {seq.seq_id: token_id for seq, token_id in zip(step.seqs, token_ids, strict=True)}
+        return StepResult(by_id, step.attention_pairs, seconds)
 
-    def describe_batch(self, batch: list[Scheduled], slot_mapping: list[int]) -> AttentionMetadata:
-        query_lens = [scheduled.num_tokens for scheduled in batch]
-        seq_lens = [scheduled.seq.num_computed_tokens + scheduled.num_tokens for scheduled in batch]
-        return AttentionMetadata(
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            cu_seqlens_q=self.tensor([0, *accumulate(query_lens)], torch.int32),
-            cu_seqlens_k=self.tensor([0, *accumulate(seq_lens)], torch.int32),
-            seq_lens_tensor=self.tensor(seq_lens, torch.int32),
-            block_table=self.pad_tables([scheduled.block_table for scheduled in batch]),
-            slot_mapping=self.tensor(slot_mapping),
-        )
+    def graph_size(self, scheduled: list[Scheduled]) -> int | None:
+        """Of the graph that can run this step; None if none can: one token for each sequence, and nobody forks."""
+        if self.graphs is None or any(not item.is_decode or item.forks for item in scheduled):
+            return None
+        return self.graphs.fit(len(scheduled))
+
+    def prepare(self, scheduled: list[Scheduled], size: int | None = None) -> StepInputs:
+        """Inputs of this step, on their way to the device: for a graph of that size, to where it reads them."""
+        arrays = build(scheduled, self._tables, self.kv_cache.block_size)
+        query_lens = [item.num_tokens for item in scheduled]
+        seq_lens = [item.seq.num_computed_tokens + item.num_tokens for item in scheduled]
+        if size is None:
+            return as_inputs(self._staging.upload(arrays), query_lens, seq_lens)
+        padded, more = pad(arrays, size, self.graphs.width), size - len(scheduled)
+        tensors = self._staging.upload(padded, into=self.graphs.buffer)
+        return as_inputs(tensors, query_lens + [1] * more, seq_lens + [0] * more)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [R, vocab]: only the last tokens' successors are unknown."""
+        input_ids = self.ops.known_ids(inputs.input_ids, self.sampled)
+        hidden = self.model(input_ids, inputs.positions, self.kv_cache.data, inputs.metadata)  # [T, hidden]
+        return self.model.compute_logits(hidden[inputs.rows])
+
+    def decode(self, inputs: StepInputs) -> torch.Tensor:
+        """The step that graphs record: one token of each sequence, sampled where a kernel can. Logits [N, vocab]."""
+        input_ids = self.ops.known_ids(inputs.input_ids, self.sampled)
+        hidden = self.model(input_ids, inputs.positions, self.kv_cache.data, inputs.metadata)
+        logits = self.model.compute_logits(hidden, out=self._logits[: len(hidden)])
+        if self.samples_in_graph:
+            self.sample_all(logits, inputs)
+        return logits
+
+    def make_graphs(self, sizes: list[int], max_model_len: int, vocab_size: int) -> None:
+        """Record decode steps of these sizes. One memory for the logits of all: they are large."""
+        width = -(-max_model_len // self.kv_cache.block_size)
+        dtype = self.kv_cache.data.dtype
+        with torch.inference_mode():
+            self._logits = torch.empty(max(sizes), vocab_size, dtype=dtype, device=self.device)
+            self.graphs = DecodeGraphs(self.decode, sizes, width, max_model_len, self.device)
+
+    @property
+    def samples_in_graph(self) -> bool:
+        return self.ops is not torch_ops
+
+    def sample(self, logits: torch.Tensor, seqs: list[Sequence], inputs: StepInputs, is_sampled: bool) -> None:
+        """Put the next tokens into `sampled`, unless the graph has done so and nobody asked for more than it can."""
+        if self.ops is torch_ops or any(map(needs_all, seqs)):
+            self.sampled[: len(seqs)] = sample(logits, seqs)
+        elif not is_sampled:
+            self.sample_all(logits, inputs)
+
+    def sample_all(self, logits: torch.Tensor, inputs: StepInputs) -> None:
+        """By one kernel, on numbers that are on the device already."""
+        out = self.sampled[: len(logits)]
+        self.ops.sample(logits, inputs.seeds, inputs.output_positions, inputs.inverse_temperatures, out)
+
+    def send_to_host(self, count: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """The first rows of `sampled` on the host, and the event after which they are there."""
+        if self.device.type == "cpu":
+            return self.sampled[:count].clone(), None
+        host = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        host.copy_(self.sampled[:count], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return host, done
 
     def peak_memory(self, batch: Batch) -> int:
         """Bytes that one step needs on the GPU, beside weights and cache."""
@@ -99,26 +196,6 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return peak
 
-    def pad_tables(self, tables: list[list[int]]) -> torch.Tensor:
-        """[N, blocks of the longest] int32, the shorter ones filled up with 0."""
-        padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        return torch.from_numpy(padded).to(self.device)
-
-    def tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def rows_to_sample(self, batch: list[Scheduled]) -> tuple[torch.Tensor, list[Sequence]]:
-        """Rows [R] to sample from and their sequences: the last token of each that lacks nothing any more.
-
-        Samples that fork from it begin with the same row.
-        """
-        ends = accumulate(scheduled.num_tokens for scheduled in batch)
-        last = [(end - 1, item) for end, item in zip(ends, batch, strict=True) if item.is_last_chunk]
-        pairs = [(row, seq) for row, item in last for seq in (item.seq, *item.forks)]
-        return self.tensor([row for row, _ in pairs]), [seq for _, seq in pairs]
-
     def describe(self, logits: torch.Tensor, token_id: int, count: int) -> dict[int, Logprob]:
         """The logprobs entry of one output token: the `count` best and the chosen one, by id."""
         rows = top_logprobs(logits, token_id, count)
@@ -126,8 +203,15 @@ class ModelRunner:
 
 
 def slots(block_table: list[int], start: int, end: int, block_size: int) -> list[int]:
-    """Slots of positions start ... end - 1: where the block table puts them."""
+    """Slots of positions start ... end - 1: where the block table puts them. For one sequence, to read and to test by;
+    step_inputs.py does the same for all tokens of a step."""
     return [block_table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+
+
+def needs_all(seq: Sequence) -> bool:
+    """It asks for more than the best sum of logits and noise: sampling.py can do it all."""
+    p = seq.params
+    return seq.needs_sorting or p.repetition_penalty != 1.0 or seq.num_output_tokens < p.min_tokens
 
 
 def largest_batch(config: SchedulerConfig, max_model_len: int, block_size: int) -> Batch:

@@ -281,10 +281,11 @@ def write_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_map
 
 
 def attend_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], kv the layer's cache -> as q."""
-    write_kv_triton(k, v, kv, metadata.slot_mapping)
+    """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] or None, kv the layer's cache -> as q."""
+    if k is not None:
+        write_kv_triton(k, v, kv, metadata.slot_mapping)
     out = q.new_empty(q.shape)
     if len(q) > len(metadata.seq_lens):
         attend_chunks(q, kv, metadata, out)

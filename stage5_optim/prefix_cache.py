@@ -31,9 +31,9 @@ def hash_block(parent: bytes, tokens: Tokens[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-def extend_hashes(hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
-    """Append the hashes of the blocks that have become full since the last call: each is computed once."""
-    for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
+def extend_hashes(hashes: list[bytes], token_ids: list[int], num_tokens: int, block_size: int) -> None:
+    """Append the hashes of the blocks that the first num_tokens have filled since the last call: each is made once."""
+    for end in range((len(hashes) + 1) * block_size, num_tokens + 1, block_size):
         hashes.append(hash_block(hashes[-1] if hashes else ROOT, token_ids[end - block_size : end]))
 
 

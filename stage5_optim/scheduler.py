@@ -69,6 +69,14 @@ class Scheduler:
             self._prefill_or_decode(prefills, decodes, batch)
         return batch
 
+    def will_preempt(self) -> bool:
+        """Whether the running ones need more blocks for their next tokens than are free."""
+        free = self.block_manager.num_free_blocks
+        if free >= 2 * self.config.max_num_seqs:  # a new block for each sequence, and a copy of the one that it shares
+            return False
+        wanted = (lengths(group) for group in self.running.values())
+        return sum(self.block_manager.num_blocks_to_grow(lens) for lens in wanted) > free
+
     def _reserve(self, batch: Batch) -> None:
         """Blocks for what the running ones compute next, the oldest first; the newest makes room if there are none."""
         for group in list(self.running.values()):
@@ -126,14 +134,19 @@ class Scheduler:
         for seq in seqs:
             blocks = self.block_manager.table(seq.seq_id).blocks
             if batch.add(self.running[seq.request_id], seq, blocks, self.config.enable_chunked_prefill):
-                self._publish(batch.scheduled[-1])
+                self.publish(seq, seq.num_computed_tokens + batch.scheduled[-1].num_tokens)
 
-    def _publish(self, item: Scheduled) -> None:
-        """What this step fills can be found from now on: K and V are written before anybody reads, in each layer."""
-        manager, seq = self.block_manager, item.seq
-        end = seq.num_computed_tokens + item.num_tokens
-        if manager.prefix_cache is not None and end // manager.block_size > len(manager.table(seq.seq_id).cached):
-            extend_hashes(seq.block_hashes, seq.token_ids, manager.block_size)
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """The blocks that its first num_tokens fill can be found from now on, as far as the host knows the ids.
+
+        They may be computed in this very step: K and V are written before anybody reads, in each layer.
+        """
+        manager = self.block_manager
+        if manager.prefix_cache is None:
+            return
+        end = min(num_tokens, seq.num_known_tokens)
+        if end // manager.block_size > len(manager.table(seq.seq_id).cached):
+            extend_hashes(seq.block_hashes, seq.token_ids, seq.num_known_tokens, manager.block_size)
             manager.publish(seq.seq_id, seq.block_hashes, seq.token_ids, end)
 
     def _admit(self, batch: Batch, num_prefills: int) -> None:
@@ -160,7 +173,7 @@ class Scheduler:
         if self.block_manager.prefix_cache is None or self._is_swapped(group):
             return []
         first = group.unfinished[0]
-        extend_hashes(first.block_hashes, first.token_ids, self.block_manager.block_size)
+        extend_hashes(first.block_hashes, first.token_ids, first.num_known_tokens, self.block_manager.block_size)
         prefix = self.block_manager.find_prefix(first.block_hashes, first.token_ids, group.target_len(first))
         first.num_computed_tokens = len(prefix) * self.block_manager.block_size
         return prefix
@@ -233,9 +246,9 @@ class Scheduler:
         """Free what finished sequences held, and take finished requests out. A static batch retires as a whole."""
         for group in self.running.values():
             for seq in group.seqs:
-                if seq.is_finished and self.block_manager.holds(seq.seq_id):
+                if seq.is_finished and not seq.num_steps_in_flight and self.block_manager.holds(seq.seq_id):
                     self.block_manager.free(seq.seq_id)
-        finished = [group for group in self.running.values() if group.is_finished]
+        finished = [group for group in self.running.values() if group.is_finished and not group.is_in_flight]
         if self.config.policy == "static" and len(finished) < len(self.running):
             return []
         for group in finished:

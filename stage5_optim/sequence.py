@@ -102,6 +102,8 @@ class Sequence:
         self.prompt = prompt
         self.params = params
         self.seed = seed
+        self.inverse_temperature = 0.0 if params.is_greedy else 1.0 / params.temperature
+        self.needs_sorting = not params.is_greedy and (params.top_p < 1.0 or params.top_k > 0)
         self.stop_token_ids = stop_token_ids
         self.max_output_tokens = max_output_tokens
         self.status = SequenceStatus.WAITING
@@ -110,6 +112,8 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.num_computed_tokens = 0  # the first so many have their K and V in the cache
         self.block_hashes: list[bytes] = []  # of its full blocks, for the prefix cache; each computed once
+        self.num_pending_tokens = 0  # the last so many of token_ids are sampled, but not read from the device yet
+        self.num_steps_in_flight = 0  # that compute something for it and have not been collected
         self.num_lost_tokens = 0  # computed once, and dropped: the first so many are computed a second time
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
@@ -122,6 +126,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids the host knows: all but the pending ones."""
+        return len(self.token_ids) - self.num_pending_tokens
 
     @property
     def num_missing_tokens(self) -> int:
@@ -141,6 +150,11 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    @property
+    def is_ending(self) -> bool:
+        """Its last token is pending: whatever that is, nothing is computed after it."""
+        return self.num_pending_tokens > 0 and self.num_output_tokens >= self.max_output_tokens
+
     def start(self) -> None:
         """It has its blocks, for the first time or again."""
         self.status = SequenceStatus.RUNNING
@@ -153,20 +167,32 @@ class Sequence:
         self.num_lost_tokens = max(self.num_lost_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
 
+    def append_pending(self, placeholder: int) -> None:
+        """A token is being sampled on the device. Until it is read, a negative number stands in its place."""
+        self.token_ids.append(placeholder)
+        self.num_pending_tokens += 1
+
     def append_token(self, token_id: int) -> None:
-        """Take the token that was sampled, and finish if it ends the output."""
-        self.token_ids.append(token_id)
+        """Take the token that was sampled, and finish if it ends the output. It takes the oldest placeholder's place."""
+        if self.num_pending_tokens:
+            self.token_ids[self.num_known_tokens] = token_id
+            self.num_pending_tokens -= 1
+        else:
+            self.token_ids.append(token_id)
         self.metrics.token_times.append(time.perf_counter())
-        may_stop = self.num_output_tokens >= self.params.min_tokens
+        num_output_tokens = self.num_known_tokens - self.num_prompt_tokens
+        may_stop = num_output_tokens >= self.params.min_tokens
         if (may_stop and token_id in self.stop_token_ids) or self._detokenizer.add(token_id, may_stop):
             self.finish("stop")
-        elif self.num_output_tokens >= self.max_output_tokens:
+        elif num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
         """reason: "stop", "length" or "abort". Text held back is released. A finished sequence stays so."""
         if self.is_finished:
             return
+        del self.token_ids[self.num_known_tokens :]
+        self.num_pending_tokens = 0
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.metrics.finish_time = time.perf_counter()
@@ -198,7 +224,13 @@ class SequenceGroup:
     @property
     def active(self) -> list[Sequence]:
         """Those that compute: all that are unfinished, but before the fork only the first of them."""
-        return self.unfinished if self.is_forked else self.unfinished[:1]
+        going_on = [seq for seq in self.unfinished if not seq.is_ending]
+        return going_on if self.is_forked else going_on[:1]
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A step that computes for it has not been collected."""
+        return any(seq.num_steps_in_flight for seq in self.seqs)
 
     @property
     def status(self) -> SequenceStatus:

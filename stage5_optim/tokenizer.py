@@ -77,11 +77,13 @@ class Detokenizer:
     """Incremental text of one output. One object per sequence; it holds no reference to the prompt.
 
     `text` is what has been released so far. The last tokens are kept in a window that is decoded anew with each token,
-    because how a token is written can depend on the token before it.
+    because how a token is written can depend on the token before it. Without stop strings nothing is decoded before
+    somebody asks for the text: decoding each token of 256 sequences takes the CPU longer than a step takes the GPU.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
-        self.text = ""
+        self._text = ""
+        self._unread: list[int] = []  # tokens that nobody has wanted to read yet
         self._tokenizer = tokenizer
         self._stop = stop
         self._window: list[int] = []
@@ -89,30 +91,41 @@ class Detokenizer:
         self._taken = 0  # characters of the window's text that `_decode` has returned
         self._held = ""  # decoded, but perhaps the beginning of a stop string
 
+    @property
+    def text(self) -> str:
+        """What has been released so far."""
+        if self._unread:
+            self._text += self._decode(self._unread)
+            self._unread = []
+        return self._text
+
     def add(self, token_id: int, may_stop: bool = True) -> bool:
         """Take one more token. Returns True if a stop string is complete; the text then ends before it."""
-        self._held += self._decode(token_id)
+        if not self._stop:
+            self._unread.append(token_id)
+            return False
+        self._held += self._decode([token_id])
         if may_stop:
             cut = _earliest(self._held, self._stop)
             if cut is not None:
-                self.text += self._held[:cut]
+                self._text += self._held[:cut]
                 self._held = ""
                 self._window.clear()
                 return True
         keep = _stop_prefix_length(self._held, self._stop)
-        self.text += self._held[: len(self._held) - keep]
+        self._text += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return False
 
     def finish(self) -> None:
         """No more tokens: release what was held back, unfinished characters as replacement marks."""
-        self.text += self._held + self._tokenizer.decode(self._window)[self._taken :]
+        self._text = self.text + self._held + self._tokenizer.decode(self._window)[self._taken :]
         self._held = ""
         self._window.clear()
 
-    def _decode(self, token_id: int) -> str:
-        """Text that this token adds or completes, without what may be half a character at its end."""
-        self._window.append(token_id)
+    def _decode(self, token_ids: list[int]) -> str:
+        """Text that these tokens add or complete, without what may be half a character at its end."""
+        self._window += token_ids
         text = self._tokenizer.decode(self._window)
         certain = text.rstrip(REPLACEMENT)
         new = certain[self._taken :]

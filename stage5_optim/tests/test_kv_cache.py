@@ -319,9 +319,10 @@ def test_slot_mapping_follows_the_tables(llm, monkeypatch):
     """Positions and slots of two requests, a prompt and a decode step, by hand."""
     runner, seen = llm.model_runner, []
     original = runner.prepare
-    monkeypatch.setattr(runner, "prepare", lambda batch: seen.append(original(batch)) or seen[-1])
+    monkeypatch.setattr(runner, "prepare", lambda *given: seen.append(original(*given)) or seen[-1])
     greedy(llm, [prompt(18), prompt(16)], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
-    (_, positions, first), (_, later, second) = seen
+    positions, later = (inputs.positions for inputs in seen)
+    first, second = (inputs.metadata for inputs in seen)
     a, b = first.block_table.tolist()
     assert len({*a, b[0]}) == 3 and b[1:] == [0]
     assert positions.tolist() == [*range(18), *range(16)] and later.tolist() == [18, 16]

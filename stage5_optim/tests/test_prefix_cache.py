@@ -24,7 +24,7 @@ def new_manager(num_blocks: int = 16, host: int = 0, block_size: int = B) -> Blo
 
 def hashes_of(tokens: list[int], block_size: int = B) -> list[bytes]:
     hashes: list[bytes] = []
-    extend_hashes(hashes, tokens, block_size)
+    extend_hashes(hashes, tokens, len(tokens), block_size)
     return hashes
 
 
@@ -99,8 +99,8 @@ def test_the_hash_is_the_same_in_every_process():
     assert chains() == list(CHAINS.values())
     assert hashes_of([0] * 16, 16) == hashes_of([0] * 32, 16)[:1]
     program = "import sys, types; package = sys.modules['p'] = types.ModuleType('p'); package.__path__ = sys.argv[1:]; "
-    program += "import p.prefix_cache as m; m.extend_hashes(h := [], [0] * 32, 16); "
-    program += "m.extend_hashes(g := [], [1] + [0] * 15, 16); print(*(x.hex() for x in h + g))"
+    program += "import p.prefix_cache as m; m.extend_hashes(h := [], [0] * 32, 32, 16); "
+    program += "m.extend_hashes(g := [], [1] + [0] * 15, 16, 16); print(*(x.hex() for x in h + g))"
     folder, env = str(Path(prefix_cache.__file__).parent), {**os.environ, "PYTHONHASHSEED": "12345"}
     command = [sys.executable, "-c", program, folder]  # as a package of its own, without torch
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -131,12 +131,12 @@ def test_each_block_is_hashed_once(monkeypatch):
     tokens, hashes = [], []
     for token in range(4 * B + 3):
         tokens.append(token)
-        extend_hashes(hashes, tokens, B)
-        extend_hashes(hashes, tokens, B)
+        extend_hashes(hashes, tokens, len(tokens), B)
+        extend_hashes(hashes, tokens, len(tokens), B)
         assert len(calls) == len(hashes) == len(tokens) // B
     assert [block for _, block in calls] == [tokens[i : i + B] for i in range(0, 4 * B, B)]
     assert [parent for parent, _ in calls] == [ROOT, *hashes[:3]]
-    extend_hashes(whole := [], tokens, B)
+    extend_hashes(whole := [], tokens, len(tokens), B)
     assert whole == hashes
 
 

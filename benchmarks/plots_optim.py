@@ -1,0 +1,127 @@
+"""Figures of stage 5's optimisations, drawn from result files alone.
+
+python -m benchmarks.plots_optim out/h200/optim-ablation.json     # draw a figure again, or that of a run cut short
+"""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from .common import colour, stages
+from .optim_tables import speed_ratio
+from .plots import caption
+
+PAGED, OPTIM = (colour(stage) for stage in stages() if stage[5] in "45")
+GREY, SLOWER = "#999999", "#D55E00"
+WORKLOADS = {"one": "one request", "many": "256 requests"}
+
+
+def _finish(fig, document: dict, path: Path) -> None:
+    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
+    fig.tight_layout(rect=(0, 0.04, 1, 1))
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def _bars(axis, rows: list[dict], workload: str, key: str, form: str, colours: list[str]) -> None:
+    """One bar per row: the median, a whisker from the least to the most, and the speed in units of the first row's."""
+    values = [row[workload][key] for row in rows]
+    ranges = [row[workload][f"{key}_range"] for row in rows]
+    reach = [[v - low for v, (low, _) in zip(values, ranges, strict=True)]]
+    reach.append([high - v for v, (_, high) in zip(values, ranges, strict=True)])
+    axis.barh([row["name"] for row in rows], values, color=colours, xerr=reach, ecolor="#555555", capsize=2)
+    most = max(high for _, high in ranges)
+    for i, (row, value, (_, high)) in enumerate(zip(rows, values, ranges, strict=True)):
+        ratio = speed_ratio(row[workload], rows[0][workload], key)
+        axis.text(high + 0.03 * most, i, f"{form.format(value)}  ({ratio:.2f} x)", va="center", fontsize=8)
+    axis.set_xlim(0, most * 1.45)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _of_workloads(document: dict, path: Path, units: dict[str, tuple[str, str, str]], colours: list[str]) -> None:
+    """units: workload -> (key, what it is, number format)."""
+    rows = document["rows"]
+    names = [name for name in WORKLOADS if all(name in row for row in rows)]
+    fig, (axes,) = plt.subplots(
+        1, len(names), figsize=(1 + 5 * len(names), 1.3 + 0.36 * len(rows)), sharey=True, squeeze=False
+    )
+    for axis, name in zip(axes, names, strict=True):
+        key, title, form = units[name]
+        _bars(axis, rows, name, key, form, colours)
+        who = WORKLOADS[name].replace("256", str(document["job"]["requests"]))
+        axis.set_title(f"{who}: {title}\n(in brackets: speed, {rows[0]['name']} = 1)", fontsize=9)
+    axes[0].invert_yaxis()
+    _finish(fig, document, path)
+
+
+def draw_speed(document: dict, path: Path) -> None:
+    """Tokens per second of each stage, alone and with many requests."""
+    unit = ("tokens_per_second", "new tokens per second", "{:,.0f}")
+    colours = [colour(row["stage"]) for row in document["rows"]]
+    _of_workloads(document, path, {"one": unit, "many": unit}, colours)
+
+
+def draw_ablation(document: dict, path: Path) -> None:
+    """What is lost without each thing: time of a step alone, tokens per second of many."""
+    units = {
+        "one": ("ms_per_step", "ms per decode step", "{:.2f}"),
+        "many": ("tokens_per_second", "new tokens per second", "{:,.0f}"),
+    }
+    colours = [OPTIM if row["name"] in ("all on", "with prefix caching") else GREY for row in document["rows"]]
+    _of_workloads(document, path, units, colours)
+
+
+def draw_waterfall(document: dict, path: Path) -> None:
+    """What each thing takes off a decode step, from stage 4 to stage 5; one panel per size of the batch."""
+    batches = list(document["rows"][0]["batches"])
+    height = 1.5 + 0.36 * (len(document["rows"]) + 1)
+    fig, (axes,) = plt.subplots(1, len(batches), figsize=(1 + 5 * len(batches), height), sharey=True, squeeze=False)
+    for axis, batch in zip(axes, batches, strict=True):
+        _waterfall(axis, document["rows"], batch)
+        plural = "s decode" if batch != "1" else " decodes"
+        axis.set_title(f"{batch} request{plural}: ms per step", fontsize=10)
+    axes[0].invert_yaxis()
+    _finish(fig, document, path)
+
+
+def _waterfall(axis, rows: list[dict], batch: str) -> None:
+    """The first row in full, of the others what they take off or add, at last what is left."""
+    steps = [row["batches"][batch]["ms_per_step"] for row in rows]
+    names = [row["name"] for row in rows]
+    most = max(steps)
+
+    def label(y: int, right: float, text: str, bold: bool = False) -> None:
+        axis.text(right + 0.02 * most, y, text, va="center", fontsize=8, fontweight="bold" if bold else None)
+
+    axis.barh(names[0], steps[0], color=colour(rows[0]["stage"]))
+    label(0, steps[0], f"{steps[0]:.2f}", bold=True)
+    for i, (before, after) in enumerate(pairwise(steps), start=1):
+        slower = after > before
+        look = dict(color=SLOWER, hatch="///", edgecolor="white") if slower else dict(color=OPTIM, alpha=0.6)
+        axis.barh(names[i], abs(after - before), left=min(before, after), **look)
+        axis.plot([before, before], [i - 1.4, i + 0.4], color="#555555", linewidth=0.8)
+        label(i, max(before, after), f"{after - before:+.2f}  ({before / after:.2f} x)")
+    axis.plot([steps[-1]] * 2, [len(steps) - 1.4, len(steps) + 0.4], color="#555555", linewidth=0.8)
+    axis.barh("left", steps[-1], color=colour(rows[-1]["stage"]))
+    label(len(steps), steps[-1], f"{steps[-1]:.2f}  ({steps[0] / steps[-1]:.2f} x in all)", bold=True)
+    axis.set_xlim(0, most * 1.4)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+DRAW = {"speed": draw_speed, "ablation": draw_ablation, "waterfall": draw_waterfall}
+
+
+def main(paths: list[str]) -> None:
+    for path in map(Path, paths):
+        document = json.loads(path.read_text())
+        DRAW[document["job"]["what"]](document, path.with_suffix(".png"))
+        print(f"Drawn: {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

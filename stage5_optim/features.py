@@ -1,0 +1,72 @@
+"""Features: which of this stage's ideas are on here, and what stands in the way of the others.
+
+Each can be switched off by itself, to see what it gives (benchmarks/optim.py does), and each is left out where it
+cannot work, with a reason that the first log line says.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from . import ops as torch_ops
+from .attention import triton_obstacle
+from .config import EngineConfig, Resolved
+
+
+@dataclass(frozen=True)
+class Features:
+    """fused_kernels: kernels.py in place of ops.py. cuda_graphs: decode steps are replayed. async_scheduling: the next
+    step is planned while this one runs. notes: what was left out, and why."""
+
+    fused_kernels: bool
+    cuda_graphs: bool
+    async_scheduling: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ops(self) -> ModuleType:
+        """What the model computes with."""
+        if not self.fused_kernels:
+            return torch_ops
+        from . import kernels  # needs triton, which nobody else does
+
+        return kernels
+
+    def __str__(self) -> str:
+        names = ("fused_kernels", "cuda_graphs", "async_scheduling")
+        found = [name.replace("_", " ") for name in names if getattr(self, name)]
+        return "; ".join([", ".join(found) or "no fused kernels, graphs or async scheduling", *self.notes])
+
+
+def resolve_features(config: EngineConfig, resolved: Resolved, head_dim: int) -> Features:
+    """What was asked for, else what a GPU can do. Raises ValueError for what was asked for and cannot be."""
+    is_cuda = resolved.device.type == "cuda"
+    no_triton = triton_obstacle(resolved.device, resolved.dtype, head_dim, 16)
+    if config.fused_kernels and no_triton:
+        raise ValueError(f"fused_kernels=True: {no_triton}; leave it out, or say False")
+    fused = no_triton is None if config.fused_kernels is None else config.fused_kernels
+    no_graphs = graph_obstacle(resolved, fused)
+    if config.enforce_eager is False and no_graphs:
+        raise ValueError(f"enforce_eager=False: {no_graphs}; leave it out, or say True")
+    graphs = is_cuda and not no_graphs if config.enforce_eager is None else not config.enforce_eager
+    overlap = is_cuda if config.async_scheduling is None else config.async_scheduling
+    notes = [f"no fused kernels ({no_triton})"] * (is_cuda and no_triton is not None)
+    notes += [f"no graphs ({no_graphs})"] * (is_cuda and no_graphs is not None and config.enforce_eager is None)
+    return Features(fused, graphs, overlap, tuple(notes))
+
+
+def graph_obstacle(resolved: Resolved, fused: bool) -> str | None:
+    """Why decode steps cannot be recorded, or None. On a CPU they run padded and unrecorded, which always works."""
+    if resolved.device.type == "cpu":
+        return None
+    if resolved.attention_backend == "torch":
+        return "the torch attention goes from sequence to sequence on the CPU, which a graph does not repeat"
+    if resolved.attention_backend == "flash_attn" and not fused:
+        return "torch writes K and V to every slot, also to the -1 of padding rows; fused kernels do not"
+    return None
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of the device that torch has taken. 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -1,0 +1,121 @@
+"""Step inputs: the arrays that one step of the model needs, for any mixture of prompts and running texts.
+
+All of it is computed with numpy over whole arrays: a Python loop over 16,000 tokens would take longer than the model.
+
+    scheduled       A: tokens 5..7     B: token 9        (A is a prompt in pieces, B a running text)
+    input_ids       A5 A6 A7 B9
+    positions       5  6  7  9
+    slot_mapping    where their K and V go: block_table[row, position // block_size] * block_size + rest
+    rows            3                  of which tokens the successor is sampled: A is not complete
+
+A CUDA graph has a fixed number of rows. `pad` fills a decode step up with rows that write nowhere (slot -1) and read
+nothing (length 0).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .attention import AttentionMetadata
+from .batch import Scheduled
+from .sequence import Sequence
+from .staging import TableRows
+
+MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """T tokens of N sequences, R of which are followed by a sampled one.
+
+    On the device: input_ids, positions [T] int64, `metadata` for attention, rows [R] int64 (of the T tokens, those that
+    are sampled from). For the sampler kernel: seeds [R] int64 (64 bits), output_positions [R] int64 and
+    inverse_temperatures [R] float32 (0: greedy). A negative id in input_ids is a row of the last step (see known_ids).
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    metadata: AttentionMetadata
+    rows: torch.Tensor
+    seeds: torch.Tensor
+    output_positions: torch.Tensor
+    inverse_temperatures: torch.Tensor
+
+
+def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence]:
+    """Those that get a token in this step: they lack nothing any more. Samples that fork follow their first one."""
+    return [seq for item in scheduled if item.is_last_chunk for seq in (item.seq, *item.forks)]
+
+
+def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dict[str, np.ndarray]:
+    """The arrays of a step, by the names of StepInputs and AttentionMetadata."""
+    lens = np.array([item.num_tokens for item in scheduled])
+    starts = np.array([item.seq.num_computed_tokens for item in scheduled])
+    token_ids: list[int] = []
+    for item in scheduled:
+        start = item.seq.num_computed_tokens
+        token_ids += item.seq.token_ids[start : start + item.num_tokens]
+    ends = lens.cumsum()
+    owner = np.repeat(np.arange(len(lens)), lens)  # [T], which sequence a token belongs to
+    positions = np.arange(len(owner)) - (ends - lens - starts)[owner]
+    block_table = tables.fill([item.block_table for item in scheduled])
+    slot_mapping = block_table[owner, positions // block_size] * np.int64(block_size) + positions % block_size
+    samples = [(1 + len(item.forks)) * item.is_last_chunk for item in scheduled]
+    return {
+        "input_ids": np.array(token_ids, dtype=np.int64),
+        "positions": positions,
+        "slot_mapping": slot_mapping,
+        "rows": np.repeat(ends - 1, samples),
+        **sampling_arrays(sampled_sequences(scheduled)),
+        "cu_seqlens_q": offsets(lens),
+        "cu_seqlens_k": offsets(starts + lens),
+        "seq_lens": (starts + lens).astype(np.int32),
+        "block_table": block_table,
+    }
+
+
+def sampling_arrays(seqs: list[Sequence]) -> dict[str, np.ndarray]:
+    return {
+        "seeds": np.array([seq.seed & MASK64 for seq in seqs], dtype=np.uint64).view(np.int64),
+        "output_positions": np.array([seq.num_output_tokens for seq in seqs], dtype=np.int64),
+        "inverse_temperatures": np.array([seq.inverse_temperature for seq in seqs], dtype=np.float32),
+    }
+
+
+def offsets(lens: np.ndarray) -> np.ndarray:
+    """[0, first, first + second, ...] int32."""
+    return np.concatenate(([0], lens.cumsum())).astype(np.int32)
+
+
+def pad(arrays: dict[str, np.ndarray], size: int, width: int) -> dict[str, np.ndarray]:
+    """A decode step of N sequences, filled up to `size` rows and `width` blocks per table row."""
+    count = len(arrays["input_ids"])
+    padded = {name: np.zeros((size, *array.shape[1:]), dtype=array.dtype) for name, array in arrays.items()}
+    padded["slot_mapping"] -= 1
+    padded["block_table"] = np.zeros((size, width), dtype=np.int32)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        padded[name] = np.full(size + 1, arrays[name][-1], dtype=np.int32)
+    padded["cu_seqlens_q"][count:] += np.arange(size - count + 1, dtype=np.int32)  # a padding row has one token too
+    for name, array in arrays.items():
+        if name == "block_table":
+            padded[name][:count, : array.shape[1]] = array
+        else:
+            padded[name][: len(array)] = array
+    return padded
+
+
+def as_inputs(tensors: dict[str, torch.Tensor], query_lens: list[int], seq_lens: list[int]) -> StepInputs:
+    """The same on the device. query_lens, seq_lens: what the host knows of the sequences (see AttentionMetadata)."""
+    metadata = AttentionMetadata(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        cu_seqlens_q=tensors["cu_seqlens_q"],
+        cu_seqlens_k=tensors["cu_seqlens_k"],
+        seq_lens_tensor=tensors["seq_lens"],
+        block_table=tensors["block_table"],
+        slot_mapping=tensors["slot_mapping"],
+    )
+    names = ("rows", "seeds", "output_positions", "inverse_temperatures")
+    more = {name: tensors[name] for name in names}
+    return StepInputs(tensors["input_ids"], tensors["positions"], metadata, **more)
