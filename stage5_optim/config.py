@@ -56,10 +56,8 @@ class EngineConfig:
     latter; None: 4 GiB. watermark: share of the pool that admission leaves free. max_blocks_per_seq: a request that
     could need more is refused; None: no cap. trace_blocks: keep all block tables of every step in the trace.
     enable_prefix_caching: requests that begin alike share what is computed (see prefix_cache.py).
-
-    fused_kernels: kernels of our own beside attention (kernels.py). enforce_eager: True turns CUDA graphs off
-    (cuda_graphs.py). async_scheduling: plan a step while the last one runs (pipeline.py). None, of each: on where there
-    is a GPU and nothing stands in its way, which the first log line says.
+    fused_kernels: kernels of our own beside attention. enforce_eager: True turns CUDA graphs off. async_scheduling:
+    plan a step while the last one runs. None: on where there is a GPU, and the first log line says what is not.
     """
 
     model: str
@@ -95,31 +93,29 @@ class EngineConfig:
     def __post_init__(self):
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype={self.dtype!r}: expected one of auto, {', '.join(DTYPES)}")
-        if self.load_format not in ("auto", "dummy"):
-            raise ValueError(f"load_format={self.load_format!r}: expected 'auto' or 'dummy'")
-        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
-            known = ", ".join(ATTENTION_BACKENDS)
-            raise ValueError(f"attention_backend={self.attention_backend!r}: expected one of {known}, or None")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r}: expected one of {', '.join(POLICIES)}")
+        check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        check_choice("load_format", self.load_format, ("auto", "dummy"))
+        check_choice("attention_backend", self.attention_backend, (*ATTENTION_BACKENDS, None))
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         for name in ("enable_chunked_prefill", "fused_kernels", "enforce_eager", "async_scheduling"):
-            if getattr(self, name) not in (None, True, False):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected True, False or None")
-        if self.preemption_mode not in PREEMPTION_MODES:
-            raise ValueError(f"preemption_mode={self.preemption_mode!r}: expected 'recompute' or 'swap'")
+            check_choice(name, getattr(self, name), (True, False, None))
         for name in ("trace_blocks", "enable_prefix_caching"):
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_prefills", "block_size", "num_kv_blocks"):
+            check_choice(name, getattr(self, name), (True, False))
+        names = ("max_num_seqs", "max_num_batched_tokens", "max_num_prefills", "block_size", "num_kv_blocks")
+        for name in (*names, "max_blocks_per_seq"):
             check_int(name, getattr(self, name), minimum=1, optional=True)
-        check_int("max_blocks_per_seq", self.max_blocks_per_seq, minimum=1, optional=True)
         check_int("num_swap_blocks", self.num_swap_blocks, minimum=0, optional=True)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         check_share("watermark", self.watermark)
         check_int("max_model_len", self.max_model_len, minimum=2, optional=True)
         check_int("seed", self.seed, optional=True)
+
+
+def check_choice(name: str, value: object, choices: tuple) -> None:
+    """Raise ValueError unless value is one of the choices (1 is not True here)."""
+    if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, choices))}")
 
 
 def check_int(name: str, value: object, minimum: int | None = None, optional: bool = False) -> None:
@@ -300,7 +296,5 @@ def resolve_scheduler(config: EngineConfig, max_num_seqs: int, max_model_len: in
             f"max_num_batched_tokens={tokens} is less than max_num_seqs={max_num_seqs}: every running sequence must "
             "be able to get a token in each step; raise the first or lower the second"
         )
-    prefills = config.max_num_prefills or max_num_seqs
-    return SchedulerConfig(
-        config.policy, max_num_seqs, tokens, prefills, chunked, config.preemption_mode, config.watermark
-    )
+    budgets = max_num_seqs, tokens, config.max_num_prefills or max_num_seqs, chunked
+    return SchedulerConfig(config.policy, *budgets, config.preemption_mode, config.watermark)

@@ -11,23 +11,26 @@ What was recorded is repeated exactly, hence three rules:
     inputs    are read from the same memory in every replay: staging copies them there
     shapes    are fixed, so there is a graph for each of some batch sizes; a batch takes the next larger one, filled up
               with padding rows that write nowhere (slot -1) and read nothing (length 0)
-    branches  are those of the recording; what may differ from step to step (how long a context is) is read on the device
+    branches  are those of the recording; what differs from step to step, the lengths above all, is read on the device
 
-All graphs share one pool of memory, as only one runs at a time; the largest is recorded first, so the others find room
-in what it took. On a CPU there is nothing to record: `replay` runs the step as it is, padding included.
+Small pieces of prompts take part too, one row for each token: a graph does not mind that two rows belong to one
+sequence. All graphs share one pool of memory, as only one runs at a time; the largest is recorded first, so the others
+find room in what it took. On a CPU there is nothing to record: `replay` runs the step as it is, padding included.
 
 Source: Getting Started with CUDA Graphs (NVIDIA, 2019); decode graphs by batch size as in vLLM.
 """
 
 import bisect
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from .staging import layout, views
-from .step_inputs import StepInputs, as_inputs
+from .batch import Scheduled
+from .staging import TableRows, layout, views
+from .step_inputs import StepInputs, as_inputs, empty_arrays, fill_rows
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -38,7 +41,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of `step`, a function of StepInputs with one token per sequence that returns a tensor, by batch size.
+    """Graphs of `step`, a function of StepInputs in which every row is a token by itself, by the number of rows.
 
     width: blocks that a table row may have. max_model_len: kernels cut their work for contexts of up to that.
     """
@@ -52,28 +55,32 @@ class DecodeGraphs:
         device: torch.device,
     ):
         self.sizes = sizes
-        self.width = width
         self._step = step
-        _, size = layout(empty_arrays(max(sizes), width))
-        self.buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._inputs = {size: self._make_inputs(size, max_model_len) for size in sizes}
+        self._memory = {size: GraphInputs(size, width, max_model_len, device) for size in sizes}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         if device.type == "cuda":
             self._capture_all()
 
-    def _make_inputs(self, size: int, max_model_len: int) -> StepInputs:
-        tensors = views(self.buffer, empty_arrays(size, self.width))
-        return as_inputs(tensors, [1] * size, [max_model_len] * size)
-
-    def fit(self, num_seqs: int) -> int | None:
-        """The smallest size with room for so many sequences. None if there is none."""
-        at = bisect.bisect_left(self.sizes, num_seqs)
+    def fit(self, num_rows: int) -> int | None:
+        """The smallest size with room for so many rows. None if there is none."""
+        at = bisect.bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) else None
 
+    def prepare(self, size: int, scheduled: list[Scheduled], tables: TableRows, block_size: int) -> StepInputs:
+        """Send a step to where the graph of that size reads its inputs."""
+        memory = self._memory[size]
+        arrays = memory.next_arrays()
+        fill_rows(arrays, scheduled, tables, block_size)
+        memory.send()
+        if self._graphs:
+            return memory.inputs
+        metadata = replace(memory.inputs.metadata, seq_lens=arrays["seq_lens"].tolist())  # attention asks the host too
+        return replace(memory.inputs, metadata=metadata)
+
     def replay(self, size: int, inputs: StepInputs) -> torch.Tensor:
-        """Run the step of that size on `inputs`, which lie in `buffer`. Its result is valid until the next replay."""
-        if size not in self._graphs:
+        """Run the step of that size on what `prepare` has sent. Its result is valid until the next replay."""
+        if not self._graphs:
             return self._step(inputs)
         self._graphs[size].replay()
         return self._outputs[size]
@@ -81,28 +88,39 @@ class DecodeGraphs:
     def _capture_all(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         for size in tqdm(sorted(self.sizes, reverse=True), desc="CUDA graphs", leave=False, delay=1):
-            self._blank(size)
-            self._step(self._inputs[size])  # kernels are compiled and libraries set up outside of the recording
+            inputs = self._memory[size].inputs  # nothing but padding rows
+            self._step(inputs)  # kernels are compiled and libraries set up outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._outputs[size] = self._step(self._inputs[size])
+                self._outputs[size] = self._step(inputs)
             self._graphs[size] = graph
 
-    def _blank(self, size: int) -> None:
-        """Nothing but padding rows."""
-        self.buffer.zero_()
-        inputs = self._inputs[size]
-        inputs.metadata.slot_mapping.fill_(-1)
-        inputs.metadata.cu_seqlens_q.copy_(torch.arange(size + 1))
 
+class GraphInputs:
+    """The inputs of one graph: memory on the device that never moves, and two pinned buffers that take turns.
 
-def empty_arrays(size: int, width: int) -> dict[str, np.ndarray]:
-    """The arrays of a padded decode step, as `build` and `pad` of step_inputs.py make them, without content."""
-    wide = ("input_ids", "positions", "slot_mapping", "rows", "seeds", "output_positions")
-    arrays = {name: np.zeros(size, dtype=np.int64) for name in wide}
-    arrays["inverse_temperatures"] = np.zeros(size, dtype=np.float32)
-    arrays |= {name: np.zeros(size + 1, dtype=np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    arrays["seq_lens"] = np.zeros(size, dtype=np.int32)
-    arrays["block_table"] = np.zeros((size, width), dtype=np.int32)
-    return arrays
+    What is the same in every step is written once, here.
+    """
+
+    def __init__(self, size: int, width: int, max_model_len: int, device: torch.device):
+        empty = empty_arrays(size, width)
+        _, num_bytes = layout(empty)
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        pin = device.type == "cuda"
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._arrays = [{name: x.numpy() for name, x in views(host, empty).items()} for host in self._hosts]
+        for arrays in self._arrays:
+            for name, content in empty.items():
+                arrays[name][:] = content
+        self._turn = 0
+        self.inputs = as_inputs(views(self._device, empty), [1] * size, [max_model_len] * size)
+        self.send()
+
+    def next_arrays(self) -> dict[str, np.ndarray]:
+        """The buffer that was not sent last, as numpy sees it."""
+        self._turn = 1 - self._turn
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)

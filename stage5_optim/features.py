@@ -7,8 +7,6 @@ cannot work, with a reason that the first log line says.
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
-
 from . import ops as torch_ops
 from .attention import triton_obstacle
 from .config import EngineConfig, Resolved
@@ -16,7 +14,7 @@ from .config import EngineConfig, Resolved
 
 @dataclass(frozen=True)
 class Features:
-    """fused_kernels: kernels.py in place of ops.py. cuda_graphs: decode steps are replayed. async_scheduling: the next
+    """fused_kernels: fused.py in place of ops.py. cuda_graphs: decode steps are replayed. async_scheduling: the next
     step is planned while this one runs. notes: what was left out, and why."""
 
     fused_kernels: bool
@@ -29,9 +27,9 @@ class Features:
         """What the model computes with."""
         if not self.fused_kernels:
             return torch_ops
-        from . import kernels  # needs triton, which nobody else does
+        from . import fused  # needs triton, which nobody else does
 
-        return kernels
+        return fused
 
     def __str__(self) -> str:
         names = ("fused_kernels", "cuda_graphs", "async_scheduling")
@@ -51,7 +49,7 @@ def resolve_features(config: EngineConfig, resolved: Resolved, head_dim: int) ->
         raise ValueError(f"enforce_eager=False: {no_graphs}; leave it out, or say True")
     graphs = is_cuda and not no_graphs if config.enforce_eager is None else not config.enforce_eager
     overlap = is_cuda if config.async_scheduling is None else config.async_scheduling
-    notes = [f"no fused kernels ({no_triton})"] * (is_cuda and no_triton is not None)
+    notes = [f"no fused kernels ({no_triton})"] * (is_cuda and no_triton is not None and config.fused_kernels is None)
     notes += [f"no graphs ({no_graphs})"] * (is_cuda and no_graphs is not None and config.enforce_eager is None)
     return Features(fused, graphs, overlap, tuple(notes))
 
@@ -65,8 +63,3 @@ def graph_obstacle(resolved: Resolved, fused: bool) -> str | None:
     if resolved.attention_backend == "flash_attn" and not fused:
         return "torch writes K and V to every slot, also to the -1 of padding rows; fused kernels do not"
     return None
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes of the device that torch has taken. 0 on a CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -5,6 +5,7 @@ this engine: its vocabulary, its context, the budget of a step and the blocks of
 """
 
 import random
+import re
 from itertools import count
 
 from .block_manager import BlockManager
@@ -118,3 +119,13 @@ def check_fits_pool(
             "num_kv_blocks or max_blocks_per_seq"
         )
     return min(fits, room) if max_tokens is None else wanted
+
+
+def check_request_id(request_id: object, in_use: dict[str, SequenceGroup]) -> None:
+    """Raises ValueError for an id that is no text, or that a request in the engine already has."""
+    if not isinstance(request_id, str | None):
+        raise ValueError(f"request_id={request_id!r}: expected text or None")
+    if request_id is not None and re.search(r"/[0-9]+$", request_id):
+        raise ValueError(f"request_id={request_id!r}: a slash and a number name a further sample; choose another end")
+    if request_id in in_use:
+        raise ValueError(f"request_id={request_id!r} is in use; choose another, or wait until it has finished")

@@ -32,15 +32,15 @@ from .config import (
     resolve_scheduler,
 )
 from .cuda_graphs import graph_sizes
-from .features import device_memory, resolve_features
-from .intake import Intake
+from .features import resolve_features
+from .intake import Intake, check_request_id
 from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
 from .metrics import Metrics
 from .model_runner import ModelRunner, largest_batch
 from .pipeline import Pipeline
 from .progress import Progress
 from .sampling import SamplingParams
-from .scheduler import Scheduler, check_request_id
+from .scheduler import Scheduler
 from .sequence import RequestOutput, SequenceGroup
 from .tokenizer import Tokenizer
 
@@ -65,9 +65,7 @@ class LLM:
         self._intake = Intake(self.config, self.model_config, self.resolved, self.scheduler, self.eos_token_ids)
         self._requests: dict[str, SequenceGroup] = {}  # that have not left the engine
         self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
-        self._undelivered: list[
-            RequestOutput
-        ] = []  # outputs for `step`, made while generate or stream drove the engine
+        self._undelivered: list[RequestOutput] = []  # for `step`, made while generate or stream drove the engine
         self._announce()
 
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
@@ -98,16 +96,8 @@ class LLM:
         is_async, trace_blocks = self.features.async_scheduling, self.config.trace_blocks
         self._pipeline = Pipeline(self.scheduler, runner, self.metrics, is_async, trace_blocks)
         if self.features.cuda_graphs:
-            self._make_graphs(runner)
+            runner.make_graphs(graph_sizes(num_seqs), resolved.max_model_len, self.model_config.vocab_size)
         return runner
-
-    def _make_graphs(self, runner: ModelRunner) -> None:
-        start, before = time.perf_counter(), device_memory(self.resolved.device)
-        sizes = graph_sizes(self.scheduler_config.max_num_seqs)
-        runner.make_graphs(sizes, self.resolved.max_model_len, self.model_config.vocab_size)
-        taken = device_memory(self.resolved.device) - before
-        seconds = time.perf_counter() - start
-        logger.info(f"{len(sizes)} graphs of up to {sizes[-1]} rows: {seconds:.1f} s, {taken / 2**30:.2f} GiB")
 
     def _memory_for_cache(self, runner: ModelRunner) -> int:
         """Bytes that the KV cache may take. On a GPU one step at the largest batch shows what the steps need."""
@@ -222,10 +212,10 @@ class LLM:
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
+        self._for_step.pop(request_id, None)  # first of all: the step that is under way may end it
         if request_id in self._requests and self._pipeline.in_flight is not None:
             self._drive(self._pipeline.drain)
         self._requests.pop(request_id, None)
-        self._for_step.pop(request_id, None)
         self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:

@@ -67,8 +67,8 @@ class Metrics:
     blocks; recomputed_tokens (part of prefill_tokens), swapped_out_blocks and swapped_in_blocks are what that
     cost. cow_copies: blocks copied because they were shared and about to be written. prefix_query_tokens and
     prefix_hit_tokens: tokens of requests when they were admitted, and those of them found in cached blocks.
-    graph_replays: steps that one CUDA graph ran; padding_tokens: the rows that filled those graphs up. discarded_tokens:
-    computed after a stop that was seen late (async_scheduling); no other counter has them.
+    graph_replays: steps that one CUDA graph ran; padding_tokens: the rows that filled those graphs up.
+    discarded_tokens: computed after a stop that was seen late (async_scheduling); no other counter has them.
     """
 
     steps: int = 0

@@ -160,15 +160,15 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         x = self.embed_tokens(input_ids)  # [T, hidden]
         for layer, kv in zip(self.layers, kv_cache, strict=True):
-            x = layer(x, positions, self.cos_sin, kv, metadata)  # kv [2, num_blocks, block_size, num_kv_heads, head_dim]
+            x = layer(x, positions, self.cos_sin, kv, metadata)  # kv [2, num_blocks, block_size, kv_heads, head_dim]
         return self.ops.rms_norm(x, self.norm.weight, self.norm.eps)
 
 
 class CausalLM(nn.Module):
     """Decoder plus language model head.
 
-    `attend` is one of the functions of attention.py, `ops` is ops.py or, with the same functions as fused kernels,
-    kernels.py; `config.dtype` is the dtype of the weights. The weights are uninitialised until checkpoint.py has filled
+    `attend` is one of the functions of attention.py, `ops` is ops.py or, with the same functions in fewer launches,
+    fused.py; `config.dtype` is the dtype of the weights. The weights are uninitialised until checkpoint.py has filled
     them; then `pack` must be called.
     """
 

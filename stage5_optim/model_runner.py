@@ -9,6 +9,7 @@ tokens. In between the CPU is free (pipeline.py says for what). The tokens stay 
 the next step may read them before the CPU knows them.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,13 +20,17 @@ from . import ops as torch_ops
 from .batch import Batch, Scheduled
 from .config import SchedulerConfig
 from .cuda_graphs import DecodeGraphs
-from .kv_cache import KVCache
+from .kv_cache import KVCache, free_memory
 from .model import CausalLM
 from .sampling import Logprob, SamplingParams, sample, top_logprobs
 from .sequence import Sequence, SequenceGroup
 from .staging import Staging, TableRows
-from .step_inputs import StepInputs, as_inputs, build, pad, sampled_sequences
+from .step_inputs import StepInputs, as_inputs, build, count_pairs, last_rows, sampled_sequences
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__package__)
+
+MAX_PAIRS_IN_GRAPH = 65_536  # query-key pairs of a step with pieces of prompts
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,13 @@ class StepResult:
 class LaunchedStep:
     """A step that the device is working on.
 
-    seqs: who gets a token, in the order of `token_ids` [R], which the device fills; then it records the event `done`
-    (None: it is done). logits [R, vocab]: kept if somebody wants logprobs. num_padding: rows that nobody needed, of the
-    graph that was replayed; None without a graph.
+    seqs: who gets a token; rows: for each of them the row of `sampled` where it is. token_ids: the host's copy of
+    `sampled`, complete when the device has reached the event `done` (None: it has). logits [R, vocab]: kept if somebody
+    wants logprobs. num_padding: rows that nobody needed, of the graph that was replayed; None without a graph.
     """
 
     seqs: list[Sequence]
+    rows: list[int]
     token_ids: torch.Tensor
     done: torch.cuda.Event | None
     logits: torch.Tensor | None
@@ -58,7 +64,7 @@ class LaunchedStep:
 class ModelRunner:
     """Owns the model on its device and the KV cache. Takes a step's plan and returns the tokens sampled.
 
-    ops: ops.py, or kernels.py with the same in fewer launches. max_num_seqs: most tokens sampled in one step.
+    ops: ops.py, or fused.py with the same in fewer launches. max_num_seqs: most tokens sampled in one step.
     """
 
     def __init__(
@@ -90,28 +96,30 @@ class ModelRunner:
         """Give the device all that this step has to do. Nothing here waits for it."""
         start = time.perf_counter()
         self.kv_cache.move(batch.moves)
-        size = self.graph_size(batch.scheduled)
-        inputs = self.prepare(batch.scheduled, size)
+        scheduled, seqs = batch.scheduled, sampled_sequences(batch.scheduled)
+        pairs = count_pairs(scheduled)
+        size = self.graph_size(scheduled, pairs)
+        inputs = self.prepare(scheduled) if size is None else self.prepare_graph(size, scheduled)
+        rows = list(range(len(seqs))) if size is None else last_rows(scheduled)
         prepared = time.perf_counter()
-        seqs = sampled_sequences(batch.scheduled)
-        logits = self.forward(inputs) if size is None else self.graphs.replay(size, inputs)[: len(seqs)]
+        logits = self.forward(inputs) if size is None else self.graphs.replay(size, inputs)
         forwarded = time.perf_counter()
-        if seqs:
-            self.sample(logits, seqs, inputs, is_sampled=size is not None and self.samples_in_graph)
-        token_ids, done = self.send_to_host(len(seqs))
+        self.sample(logits, seqs, rows, inputs, is_sampled=size is not None and self.samples_in_graph)
+        token_ids, done = self.send_to_host(rows[-1] + 1 if rows else 0)
         wants_logprobs = any(seq.params.logprobs is not None for seq in seqs)
         seconds = {"prepare": prepared - start, "forward": forwarded - prepared}
         seconds["sample"] = time.perf_counter() - forwarded
-        padding = None if size is None else size - len(seqs)
-        logits = logits.clone() if wants_logprobs else None
-        return LaunchedStep(seqs, token_ids, done, logits, inputs.metadata.attention_pairs, padding, seconds)
+        padding = None if size is None else size - sum(item.num_tokens for item in scheduled)
+        logits = logits[rows] if wants_logprobs else None  # a copy: the next step overwrites these
+        return LaunchedStep(seqs, rows, token_ids, done, logits, pairs, padding, seconds)
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait until the step is done, and read its tokens."""
         start = time.perf_counter()
         if step.done is not None:
             step.done.synchronize()
-        token_ids = step.token_ids.tolist()
+        sampled = step.token_ids.tolist()
+        token_ids = [sampled[row] for row in step.rows]
         for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
             if seq.params.logprobs is not None and not seq.is_finished:
                 seq.logprobs.append(self.describe(step.logits[row], token_id, seq.params.logprobs))
@@ -119,22 +127,28 @@ class ModelRunner:
         by_id = {seq.seq_id: token_id for seq, token_id in zip(step.seqs, token_ids, strict=True)}
         return StepResult(by_id, step.attention_pairs, seconds)
 
-    def graph_size(self, scheduled: list[Scheduled]) -> int | None:
-        """Of the graph that can run this step; None if none can: one token for each sequence, and nobody forks."""
-        if self.graphs is None or any(not item.is_decode or item.forks for item in scheduled):
-            return None
-        return self.graphs.fit(len(scheduled))
+    def graph_size(self, scheduled: list[Scheduled], pairs: int) -> int | None:
+        """Of the graph that can run this step; None if none can: nobody forks, and there are not too many tokens.
 
-    def prepare(self, scheduled: list[Scheduled], size: int | None = None) -> StepInputs:
-        """Inputs of this step, on their way to the device: for a graph of that size, to where it reads them."""
+        In a graph each token of a prompt reads its context by itself. With long ones the kernel for chunks, which reads
+        it once for many tokens, gains more than all the launches cost.
+        """
+        if self.graphs is None or any(item.forks for item in scheduled):
+            return None
+        if pairs > MAX_PAIRS_IN_GRAPH and any(item.num_tokens > 1 for item in scheduled):
+            return None
+        return self.graphs.fit(sum(item.num_tokens for item in scheduled))
+
+    def prepare(self, scheduled: list[Scheduled]) -> StepInputs:
+        """Inputs of this step, on their way to the device."""
         arrays = build(scheduled, self._tables, self.kv_cache.block_size)
         query_lens = [item.num_tokens for item in scheduled]
         seq_lens = [item.seq.num_computed_tokens + item.num_tokens for item in scheduled]
-        if size is None:
-            return as_inputs(self._staging.upload(arrays), query_lens, seq_lens)
-        padded, more = pad(arrays, size, self.graphs.width), size - len(scheduled)
-        tensors = self._staging.upload(padded, into=self.graphs.buffer)
-        return as_inputs(tensors, query_lens + [1] * more, seq_lens + [0] * more)
+        return as_inputs(self._staging.upload(arrays), query_lens, seq_lens)
+
+    def prepare_graph(self, size: int, scheduled: list[Scheduled]) -> StepInputs:
+        """The same for a graph of that size: on their way to where it reads them."""
+        return self.graphs.prepare(size, scheduled, self._tables, self.kv_cache.block_size)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab]: only the last tokens' successors are unknown."""
@@ -143,7 +157,7 @@ class ModelRunner:
         return self.model.compute_logits(hidden[inputs.rows])
 
     def decode(self, inputs: StepInputs) -> torch.Tensor:
-        """The step that graphs record: one token of each sequence, sampled where a kernel can. Logits [N, vocab]."""
+        """The step that graphs record: every row a token, and sampled where a kernel can. Logits [rows, vocab]."""
         input_ids = self.ops.known_ids(inputs.input_ids, self.sampled)
         hidden = self.model(input_ids, inputs.positions, self.kv_cache.data, inputs.metadata)
         logits = self.model.compute_logits(hidden, out=self._logits[: len(hidden)])
@@ -153,21 +167,26 @@ class ModelRunner:
 
     def make_graphs(self, sizes: list[int], max_model_len: int, vocab_size: int) -> None:
         """Record decode steps of these sizes. One memory for the logits of all: they are large."""
+        start, free = time.perf_counter(), free_memory(self.device)
         width = -(-max_model_len // self.kv_cache.block_size)
         dtype = self.kv_cache.data.dtype
         with torch.inference_mode():
             self._logits = torch.empty(max(sizes), vocab_size, dtype=dtype, device=self.device)
             self.graphs = DecodeGraphs(self.decode, sizes, width, max_model_len, self.device)
+        taken = (free - free_memory(self.device)) / 2**30
+        logger.info(f"{len(sizes)} graphs up to {sizes[-1]} rows: {time.perf_counter() - start:.1f} s, {taken:.2f} GiB")
 
     @property
     def samples_in_graph(self) -> bool:
         return self.ops is not torch_ops
 
-    def sample(self, logits: torch.Tensor, seqs: list[Sequence], inputs: StepInputs, is_sampled: bool) -> None:
+    def sample(
+        self, logits: torch.Tensor, seqs: list[Sequence], rows: list[int], inputs: StepInputs, is_sampled: bool
+    ) -> None:
         """Put the next tokens into `sampled`, unless the graph has done so and nobody asked for more than it can."""
-        if self.ops is torch_ops or any(map(needs_all, seqs)):
-            self.sampled[: len(seqs)] = sample(logits, seqs)
-        elif not is_sampled:
+        if seqs and (self.ops is torch_ops or any(map(needs_all, seqs))):
+            self.sampled[rows] = sample(logits[rows], seqs)
+        elif seqs and not is_sampled:
             self.sample_all(logits, inputs)
 
     def sample_all(self, logits: torch.Tensor, inputs: StepInputs) -> None:

@@ -21,7 +21,7 @@ does next to no arithmetic, and memory answers after about a microsecond, so the
     chunk_kernel    pieces of prompts. A step that mixes both runs both kernels; each skips the other's sequences
 
 Cache memory that nobody wrote may hold NaN, and 0 * NaN is NaN: what lies past the end is never loaded.
-Needs the package triton: import this file only where it is installed. TRITON_INTERPRET=1 runs it on a CPU, slowly.
+Needs the package triton. TRITON_INTERPRET=1 runs it on a CPU, slowly.
 Sources: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (PyTorch blog, 2023).
 """
 
@@ -33,24 +33,8 @@ import triton
 import triton.language as tl
 
 from .attention import AttentionMetadata
-
-
-@triton.jit
-def write_kernel(
-    k_ptr, v_ptr, k_cache, v_cache, slot_mapping, k_stride, k_head_stride, v_stride, v_head_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """One program per token. HEADS and DIM are the next powers of two, which tiles must be; masks cut them."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
-        exists = (heads < KV_HEADS) & (dims < HEAD_DIM)
-        place = (slot * KV_HEADS + heads) * HEAD_DIM + dims
-        k = tl.load(k_ptr + token * k_stride + heads * k_head_stride + dims, mask=exists)
-        v = tl.load(v_ptr + token * v_stride + heads * v_head_stride + dims, mask=exists)
-        tl.store(k_cache + place, k, mask=exists)
-        tl.store(v_cache + place, v, mask=exists)
+from .kernels import write_kv_triton
+from .launch import dependent_launch, next_power_of_two, num_multiprocessors, start_next, wait_for_last
 
 
 @triton.jit
@@ -61,7 +45,7 @@ def look_up(table_row, positions, seq_len, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def attend_range(
-    acc, row_max, row_sum, q, query_pos, scale, start, end, seq_len, table_row, k_head, v_head,
+    acc, row_max, row_sum, q, query_pos, scale, start, end, seq_len, table_row, blocks, k_head, v_head,
     MASKED: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -69,9 +53,9 @@ def attend_range(
 
     acc [rows, DIM] is the sum of weights * V so far and row_sum that of the weights, both in units of exp2(row_max);
     scale holds log2(e), because exp2 is the cheap one. MASKED: some positions lie behind a query, or past the end.
+    blocks [BLOCK_N]: those of the first tile.
     """
     dims = tl.arange(0, DIM)
-    blocks = look_up(table_row, start + tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -96,10 +80,16 @@ def attend_range(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def split_size(seq_len, num_splits, BLOCK_N: tl.constexpr):
+    """Positions of each split of a context, whole tiles. A short one does not need all splits."""
+    return tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits) * BLOCK_N
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     q_ptr, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table, table_stride, q_stride, q_head_stride, scale,
-    out_ptr, lse_ptr, SPLIT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    out_ptr, lse_ptr, SPLIT: tl.constexpr, PDL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The program of (KV head, sequence with one new token, split). Neighbouring programs read adjacent heads.
@@ -107,15 +97,19 @@ def decode_kernel(
     With SPLIT, out_ptr is the workspace [N, num_heads, num_splits, head_dim] in fp32, else the result. The pieces are
     cut here, from the length on the device: a launch captured in a CUDA graph fits any. Without tiles lse is -inf.
     """
+    start_next(PDL)
     kv_head, seq, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     token, next_token, seq_len = tl.load(cu_seqlens_q + seq), tl.load(cu_seqlens_q + seq + 1), tl.load(seq_lens + seq)
-    if next_token - token != 1:
-        return
     start, end = 0, seq_len
     if SPLIT:
-        piece = tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits) * BLOCK_N
+        piece = split_size(seq_len, num_splits, BLOCK_N)
         start = split * piece
         end = tl.minimum(start + piece, seq_len)
+    table_row = block_table + seq.to(tl.int64) * table_stride
+    blocks = look_up(table_row, start + tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
+    wait_for_last(PDL)
+    if (next_token - token != 1) | (start > end):
+        return
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM)
     heads = kv_head * GROUP + rows
     exists = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -124,7 +118,7 @@ def decode_kernel(
     acc, row_max, row_sum = attend_range(
         tl.zeros([BLOCK_M, DIM], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32), q, tl.zeros([BLOCK_M], tl.int32) + seq_len - 1, scale, start, end, seq_len,
-        block_table + seq.to(tl.int64) * table_stride, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM,
+        table_row, blocks, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM,
         True, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)  # without any position the result is 0, not 0 / 0
@@ -137,19 +131,22 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
-    out_ptr, partial_ptr, lse_ptr, cu_seqlens_q, num_splits,
-    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    out_ptr, partial_ptr, lse_ptr, cu_seqlens_q, seq_lens, num_splits, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of (head, sequence): the splits' results, each weighed by its share of the softmax's sum."""
+    start_next(PDL)
     head, num_heads, seq = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    token = tl.load(cu_seqlens_q + seq)
+    token, seq_len = tl.load(cu_seqlens_q + seq), tl.load(seq_lens + seq)
+    used = tl.maximum(tl.cdiv(seq_len, tl.maximum(split_size(seq_len, num_splits, BLOCK_N), 1)), 1)
+    wait_for_last(PDL)
     if tl.load(cu_seqlens_q + seq + 1) - token != 1:
         return
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
     place = (seq * num_heads + head) * num_splits + splits
-    lse = tl.load(lse_ptr + place, mask=splits < num_splits, other=float("-inf"))
+    lse = tl.load(lse_ptr + place, mask=splits < used, other=float("-inf"))
     weights = tl.where(lse > float("-inf"), tl.exp2(lse - tl.max(lse, 0)), 0.0)
-    exists = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+    exists = (splits < used)[:, None] & (dims < HEAD_DIM)[None, :]
     partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=exists, other=0.0)
     out = tl.sum(partial * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0)  # the largest weight is 1
     tl.store(out_ptr + (token * num_heads + head) * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
@@ -194,21 +191,19 @@ def chunk_kernel(
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)  # what the last one sees
     table_row = block_table + seq.to(tl.int64) * table_stride
     k_head, v_head = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    blocks = look_up(table_row, tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
     acc, row_max, row_sum = attend_range(
         tl.zeros([BLOCK_M, DIM], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32), q, query_pos, scale, 0, unmasked, seq_len, table_row, k_head, v_head,
+        tl.zeros([BLOCK_M], tl.float32), q, query_pos, scale, 0, unmasked, seq_len, table_row, blocks, k_head, v_head,
         False, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
+    blocks = look_up(table_row, unmasked + tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
     acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, query_pos, scale, unmasked, end, seq_len, table_row, k_head, v_head,
+        acc, row_max, row_sum, q, query_pos, scale, unmasked, end, seq_len, table_row, blocks, k_head, v_head,
         True, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     out_offsets = (tokens * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, acc / row_sum[:, None], mask=exists)
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()  # Triton's own costs 2 us, several times in every layer
 
 
 @cache
@@ -225,11 +220,6 @@ def kernel_config(head_dim: int, group: int, itemsize: int, is_decode: bool) -> 
         return dict(BLOCK_M=max(16, rows), BLOCK_N=block_n, num_warps=8, num_stages=2)
     wide = dim > 128
     return dict(BLOCK_M=max(64 if wide else 128, rows), BLOCK_N=block_n, num_warps=8, num_stages=2 if wide else 3)
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def choose_num_splits(num_programs: int, longest: int, block_n: int, multiprocessors: int) -> int:
@@ -253,15 +243,17 @@ def attend_decode(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
     num_seqs, num_heads, head_dim = len(metadata.seq_lens), q.shape[1], q.shape[2]
     num_programs, longest = sizes["KV_HEADS"] * metadata.query_lens.count(1), max(metadata.seq_lens)
     splits = choose_num_splits(num_programs, longest, sizes["BLOCK_N"], num_multiprocessors(q.device))
-    grid = (sizes["KV_HEADS"], num_seqs, splits)
+    grid, early = (sizes["KV_HEADS"], num_seqs, splits), dependent_launch(q.device)
     if splits == 1:
-        decode_kernel[grid](*common, out, out, SPLIT=False, **sizes)
+        decode_kernel[grid](*common, out, out, SPLIT=False, **sizes, **early)
         return
     partial = q.new_empty((num_seqs, num_heads, splits, head_dim), dtype=torch.float32)
     lse = q.new_empty((num_seqs, num_heads, splits), dtype=torch.float32)
-    decode_kernel[grid](*common, partial, lse, SPLIT=True, **sizes)
-    tile = next_power_of_two(splits), head_dim, sizes["DIM"]
-    combine_kernel[(num_heads, num_seqs)](out, partial, lse, metadata.cu_seqlens_q, splits, *tile)
+    sizes |= dict(num_stages=2)  # few tiles each; and the next product finds room to load its weights already
+    decode_kernel[grid](*common, partial, lse, SPLIT=True, **sizes, **early)
+    sizes = sizes["BLOCK_N"], next_power_of_two(splits), head_dim, sizes["DIM"]
+    lens = metadata.cu_seqlens_q, metadata.seq_lens_tensor
+    combine_kernel[(num_heads, num_seqs)](out, partial, lse, *lens, splits, *sizes, **early)
 
 
 def attend_chunks(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -270,14 +262,6 @@ def attend_chunks(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
     num_seqs, block_q = len(metadata.seq_lens), sizes["BLOCK_M"] // sizes["GROUP"]
     grid = (sizes["KV_HEADS"], len(q) // block_q + num_seqs)  # as many tiles as any division into sequences needs
     chunk_kernel[grid](*common, out, num_seqs, **sizes)
-
-
-def write_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store k and v [T, num_kv_heads, head_dim] in their slots of kv; slot -1 is nowhere."""
-    num_tokens, heads, head_dim = k.shape
-    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-    tile = next_power_of_two(heads), next_power_of_two(head_dim)
-    write_kernel[(num_tokens,)](k, v, *kv.unbind(0), slot_mapping, *strides, heads, head_dim, *tile)
 
 
 def attend_triton(

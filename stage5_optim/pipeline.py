@@ -100,8 +100,9 @@ class Pipeline:
             self.scheduler.fork(item)
             for seq in (item.seq, *item.forks):
                 seq.num_steps_in_flight += 1
-        for placeholder, seq in enumerate(launched.seqs, start=-len(self.model_runner.sampled)):
-            seq.append_pending(placeholder)  # its row, counted from the end: see known_ids
+        num_rows = len(self.model_runner.sampled)
+        for row, seq in zip(launched.rows, launched.seqs, strict=True):
+            seq.append_pending(row - num_rows)  # counted from the end: see known_ids
         seconds = {"schedule": planned - start}
         record = step_record(batch, self.scheduler, start, launched.attention_pairs, seconds, self.trace_blocks)
         if launched.num_padding is not None:

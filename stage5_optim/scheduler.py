@@ -28,7 +28,6 @@ admitted if that left fewer free blocks than the watermark, which keeps them for
 it, or a large request would never start. Source: PagedAttention, section 4.5 (arXiv 2309.06180).
 """
 
-import re
 from collections import deque
 
 from .batch import Batch, Scheduled
@@ -72,7 +71,8 @@ class Scheduler:
     def will_preempt(self) -> bool:
         """Whether the running ones need more blocks for their next tokens than are free."""
         free = self.block_manager.num_free_blocks
-        if free >= 2 * self.config.max_num_seqs:  # a new block for each sequence, and a copy of the one that it shares
+        again = any(seq.num_lost_tokens for group in self.running.values() for seq in group.seqs)
+        if free >= self.config.max_num_seqs and not again:  # each grows by one token, except who forks a second time
             return False
         wanted = (lengths(group) for group in self.running.values())
         return sum(self.block_manager.num_blocks_to_grow(lens) for lens in wanted) > free
@@ -298,13 +298,3 @@ def check_fits_step(prompt_token_ids: list[int], n: int, config: SchedulerConfig
         raise ValueError(
             f"n={n} samples run at the same time, but max_num_seqs={config.max_num_seqs}; raise it or lower n"
         )
-
-
-def check_request_id(request_id: object, in_use: dict[str, SequenceGroup]) -> None:
-    """Raises ValueError for an id that is no text, or that a request in the engine already has."""
-    if not isinstance(request_id, str | None):
-        raise ValueError(f"request_id={request_id!r}: expected text or None")
-    if request_id is not None and re.search(r"/[0-9]+$", request_id):
-        raise ValueError(f"request_id={request_id!r}: a slash and a number name a further sample; choose another end")
-    if request_id in in_use:
-        raise ValueError(f"request_id={request_id!r} is in use; choose another, or wait until it has finished")

@@ -173,7 +173,7 @@ class Sequence:
         self.num_pending_tokens += 1
 
     def append_token(self, token_id: int) -> None:
-        """Take the token that was sampled, and finish if it ends the output. It takes the oldest placeholder's place."""
+        """Take the token that was sampled, in place of its placeholder, and finish if it ends the output."""
         if self.num_pending_tokens:
             self.token_ids[self.num_known_tokens] = token_id
             self.num_pending_tokens -= 1

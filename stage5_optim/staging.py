@@ -18,30 +18,29 @@ ALIGNMENT = 16  # bytes; the widest load of a GPU
 
 
 class Staging:
-    """Copies arrays to the device. On a CPU they are where they are needed already."""
+    """Copies arrays of any shapes to the device. On a CPU they are where they are needed already."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._pinned = [torch.empty(0, dtype=torch.uint8)] * 2
         self._turn = 0
 
-    def upload(self, arrays: dict[str, np.ndarray], into: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """The arrays as tensors on the device, by name. `into`: a uint8 tensor to put them in, instead of a new one."""
-        if self.device.type == "cpu" and into is None:
+    def upload(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """The arrays as tensors on the device, by name."""
+        if self.device.type == "cpu":
             return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         offsets, size = layout(arrays)
-        host = self._next_buffer(size)
+        buffer = self._next_buffer(size)
+        host = buffer.numpy()
         for name, array in arrays.items():
-            host.numpy()[offsets[name] : offsets[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
-        there = torch.empty(size, dtype=torch.uint8, device=self.device) if into is None else into[:size]
-        there.copy_(host[:size], non_blocking=True)
-        return views(there, arrays)
+            host[offsets[name] : offsets[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+        return views(buffer[:size].to(self.device, non_blocking=True), arrays)
 
     def _next_buffer(self, size: int) -> torch.Tensor:
+        """The one that was not filled last, with room for `size` bytes."""
         self._turn = 1 - self._turn
         if len(self._pinned[self._turn]) < size:
-            pin = self.device.type == "cuda"
-            self._pinned[self._turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=pin)
+            self._pinned[self._turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
         return self._pinned[self._turn]
 
 

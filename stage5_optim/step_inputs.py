@@ -8,11 +8,12 @@ All of it is computed with numpy over whole arrays: a Python loop over 16,000 to
     slot_mapping    where their K and V go: block_table[row, position // block_size] * block_size + rest
     rows            3                  of which tokens the successor is sampled: A is not complete
 
-A CUDA graph has a fixed number of rows. `pad` fills a decode step up with rows that write nowhere (slot -1) and read
+A CUDA graph has a fixed number of rows. `fill_rows` fills a step up with rows that write nowhere (slot -1) and read
 nothing (length 0).
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -48,6 +49,12 @@ def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence]:
     return [seq for item in scheduled if item.is_last_chunk for seq in (item.seq, *item.forks)]
 
 
+def last_rows(scheduled: list[Scheduled]) -> list[int]:
+    """Of all tokens of a step, the last one of each sequence that lacks nothing any more."""
+    ends = accumulate(item.num_tokens for item in scheduled)
+    return [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.is_last_chunk]
+
+
 def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dict[str, np.ndarray]:
     """The arrays of a step, by the names of StepInputs and AttentionMetadata."""
     lens = np.array([item.num_tokens for item in scheduled])
@@ -75,6 +82,12 @@ def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dic
     }
 
 
+def count_pairs(scheduled: list[Scheduled]) -> int:
+    """Causal query-key pairs of a step: each token looks at itself and all before it."""
+    counts = ((item.seq.num_computed_tokens, item.num_tokens) for item in scheduled)
+    return sum(count * start + count * (count + 1) // 2 for start, count in counts)
+
+
 def sampling_arrays(seqs: list[Sequence]) -> dict[str, np.ndarray]:
     return {
         "seeds": np.array([seq.seed & MASK64 for seq in seqs], dtype=np.uint64).view(np.int64),
@@ -88,21 +101,40 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return np.concatenate(([0], lens.cumsum())).astype(np.int32)
 
 
-def pad(arrays: dict[str, np.ndarray], size: int, width: int) -> dict[str, np.ndarray]:
-    """A decode step of N sequences, filled up to `size` rows and `width` blocks per table row."""
-    count = len(arrays["input_ids"])
-    padded = {name: np.zeros((size, *array.shape[1:]), dtype=array.dtype) for name, array in arrays.items()}
-    padded["slot_mapping"] -= 1
-    padded["block_table"] = np.zeros((size, width), dtype=np.int32)
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        padded[name] = np.full(size + 1, arrays[name][-1], dtype=np.int32)
-    padded["cu_seqlens_q"][count:] += np.arange(size - count + 1, dtype=np.int32)  # a padding row has one token too
-    for name, array in arrays.items():
-        if name == "block_table":
-            padded[name][:count, : array.shape[1]] = array
-        else:
-            padded[name][: len(array)] = array
-    return padded
+def fill_rows(arrays: dict[str, np.ndarray], scheduled: list[Scheduled], tables: TableRows, block_size: int) -> int:
+    """Write a step into the arrays of a graph (see `empty_arrays`), every token as a row. Returns how many rows it has.
+
+    A graph decodes: each row is one token with its own length and block table. The tokens of a piece of a prompt are
+    rows with one table and lengths that grow by one; K and V of all rows are written before any row looks at them.
+    """
+    step = build(scheduled, tables, block_size)
+    count, rows, block_table = len(step["input_ids"]), step["rows"], step["block_table"]
+    for name in ("input_ids", "positions", "slot_mapping"):
+        arrays[name][:count] = step[name]
+        arrays[name][count:] = -1 if name == "slot_mapping" else 0
+    arrays["seq_lens"][:count] = step["positions"] + 1
+    arrays["seq_lens"][count:] = 0
+    for name in ("seeds", "output_positions", "inverse_temperatures"):
+        arrays[name][:] = 0
+        arrays[name][rows] = step[name]
+    if len(block_table) < count:
+        block_table = np.repeat(block_table, [item.num_tokens for item in scheduled], axis=0)
+    arrays["block_table"][:count, : block_table.shape[1]] = block_table
+    return count
+
+
+def empty_arrays(size: int, width: int) -> dict[str, np.ndarray]:
+    """The arrays of a graph of `size` rows of which none is used, with tables of `width` blocks."""
+    names = ("input_ids", "positions", "slot_mapping", "rows", "seeds", "output_positions")
+    arrays = {name: np.zeros(size, dtype=np.int64) for name in names}
+    arrays["slot_mapping"] -= 1
+    arrays["rows"] += np.arange(size)
+    arrays["inverse_temperatures"] = np.zeros(size, dtype=np.float32)
+    arrays["cu_seqlens_q"] = np.arange(size + 1, dtype=np.int32)  # a padding row has one token too
+    arrays["cu_seqlens_k"] = np.zeros(size + 1, dtype=np.int32)  # of prompts; nobody reads it here
+    arrays["seq_lens"] = np.zeros(size, dtype=np.int32)
+    arrays["block_table"] = np.zeros((size, width), dtype=np.int32)
+    return arrays
 
 
 def as_inputs(tensors: dict[str, torch.Tensor], query_lens: list[int], seq_lens: list[int]) -> StepInputs:

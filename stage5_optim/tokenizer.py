@@ -11,6 +11,7 @@ The joined pieces are the text of the output, and equal the decoding of all outp
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
@@ -26,6 +27,11 @@ class Tokenizer:
             self.hf = AutoTokenizer.from_pretrained(str(folder))
         except Exception:  # it also checks config.json, and more strictly than we do (no "head_dim": null, say)
             self.hf = PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+    @cached_property
+    def has_byte_fallback(self) -> bool:
+        """Bytes that are no character spoil the good ones in front of them: it matters what is decoded together."""
+        return "ByteFallback" in str(self.hf.backend_tokenizer.decoder)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -95,7 +101,11 @@ class Detokenizer:
     def text(self) -> str:
         """What has been released so far."""
         if self._unread:
-            self._text += self._decode(self._unread)
+            pieces = [self._unread]
+            fragile = getattr(self._tokenizer, "has_byte_fallback", False)
+            if fragile and REPLACEMENT in self._tokenizer.decode(self._window + self._unread):
+                pieces = [[token_id] for token_id in self._unread]
+            self._text += "".join(self._decode(piece) for piece in pieces)
             self._unread = []
         return self._text
 

@@ -325,15 +325,19 @@ def test_triton_where_flash_attn_cannot(machine, reason, monkeypatch):
         attention.choose_backend("flash_attn", *arguments)
 
 
-def test_flash_attn_is_taken_where_nothing_is_in_the_way(monkeypatch):
+def test_triton_is_taken_where_nothing_is_in_the_way(monkeypatch):
+    """In a graph its kernels are the faster ones; without triton it is flash_attn, with the blocks that it needs."""
     arguments = pretend(monkeypatch, capability=(8, 0), dtype=torch.float16, head_dim=64)
-    assert attention.choose_backend(None, *arguments)[0] == "flash_attn"
+    assert attention.choose_backend(None, *arguments)[0] == "triton"
     assert attention.choose_backend("torch", *arguments) == ("torch", "asked for")
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    assert attention.choose_backend(None, *arguments)[0] == "flash_attn"
+    assert attention.choose_block_size(None, None, *arguments[:3]) == 256
 
 
 @pytest.mark.parametrize(
     ("machine", "chosen"),
-    [(dict(), 256), (dict(dtype=torch.float32), 16), (dict(package=None), 16), (dict(head_dim=20), 16)],
+    [(dict(), 16), (dict(dtype=torch.float32), 16), (dict(package=None), 16), (dict(head_dim=20), 16)],
 )
 def test_block_size_suits_the_backend(machine, chosen, monkeypatch):
     """Left out it is what the backend takes that is asked for, or will be chosen; given it is taken as it is."""
@@ -343,7 +347,7 @@ def test_block_size_suits_the_backend(machine, chosen, monkeypatch):
         assert attention.choose_block_size(8, backend, device, dtype, head_dim) == 8
     assert attention.choose_block_size(None, None, CPU, dtype, head_dim) == 16
     backend, _ = attention.choose_backend(None, device, dtype, head_dim, chosen)
-    assert (backend == "flash_attn") == (chosen == 256)
+    assert backend == ("torch" if machine.get("package", 1) is None else "triton")
 
 
 def test_first_log_line_says_what_was_chosen(caplog):

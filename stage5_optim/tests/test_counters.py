@@ -20,7 +20,7 @@ OUTPUT_LENGTHS = st.integers(1, 16)
 BYTES_PER_TOKEN = 2 * 2 * 2 * 64 * 8  # K and V, layers, KV heads, head_dim, float64
 BLOCK = 16  # tokens
 NOTHING_LOST = ("preemptions", "recomputed_tokens", "swapped_out_blocks", "swapped_in_blocks", "cow_copies")
-NOTHING_LOST += ("prefix_query_tokens", "prefix_hit_tokens")  # caching is off
+NOTHING_LOST += ("prefix_query_tokens", "prefix_hit_tokens", "graph_replays", "padding_tokens", "discarded_tokens")
 
 
 def work(p: int, m: int) -> dict[str, int]:

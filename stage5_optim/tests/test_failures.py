@@ -9,8 +9,7 @@ from types import FrameType
 
 import pytest
 
-from .. import LLM, SamplingParams, model_runner
-from .. import llm as llm_module
+from .. import LLM, SamplingParams, model_runner, pipeline
 from ..block_manager import BlockManager
 from ..config import PREEMPTION_MODES
 from ..kv_cache import KVCache
@@ -96,7 +95,7 @@ PLACES = {
     "run: sample": (model_runner, "sample"),
     "postprocess: fork": (BlockManager, "fork"),
     "postprocess: append": (Sequence, "append_token"),
-    "postprocess: record": (llm_module, "step_record"),
+    "postprocess: record": (pipeline, "step_record"),
     "retire: free": (BlockManager, "free"),
     "retire: all of it": (Scheduler, "retire"),
 }

@@ -46,21 +46,21 @@ def engine():
 @pytest.fixture(autouse=True)
 def no_empty_batch(monkeypatch):
     """In every test here: the model never sees a step without tokens, nor a sequence with none."""
-    forward, run = CausalLM.forward, ModelRunner.run
+    forward, launch = CausalLM.forward, ModelRunner.launch
 
     def checked_forward(self, input_ids, *more):
         assert len(input_ids) > 0, "a batch of length zero"
         return forward(self, input_ids, *more)
 
-    def checked_run(self, batch):
+    def checked_launch(self, batch):
         for item in batch.scheduled:
             seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
             assert 1 <= item.num_tokens == end - seq.num_computed_tokens and end <= seq.num_tokens
             assert len(item.block_table) * self.kv_cache.block_size >= end, "tokens without a slot"
-        return run(self, batch)
+        return launch(self, batch)
 
     monkeypatch.setattr(CausalLM, "forward", checked_forward)
-    monkeypatch.setattr(ModelRunner, "run", checked_run)
+    monkeypatch.setattr(ModelRunner, "launch", checked_launch)
 
 
 def tokens_of(llm: LLM, *prompts: list[int], max_tokens: int = 4, **params) -> list[list[int]]:
@@ -389,16 +389,16 @@ def test_reset_in_the_middle(engine, solo):
 def test_what_a_failed_step_was_to_compute_is_not_found(engine, solo, monkeypatch, failing_step, error):
     """Blocks are published when the step is planned. If it fails they hold garbage: nobody may find them."""
     llm, prompt = engine(max_num_batched_tokens=16, max_num_seqs=4), some_prompt(40)
-    calls, run = [], ModelRunner.run
+    calls, launch = [], ModelRunner.launch
 
     def fails(self, batch):
         calls.append(batch)
         if len(calls) == failing_step:
             raise error("planted")
-        return run(self, batch)
+        return launch(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "run", fails)
+        patch.setattr(ModelRunner, "launch", fails)
         with pytest.raises(error):
             tokens_of(llm, prompt)
     assert_idle(llm)

@@ -1,0 +1,63 @@
+"""Fused: the steps of the decoder, as in ops.py, but with the kernels of kernels.py.
+
+Up to MAX_GEMV_ROWS tokens every product is our own kernel, and norm, silu and residual are part of it: a layer is five
+launches and attention. With more tokens tensor cores pay, and products are cuBLAS's: a layer is eight launches and
+attention. Functions have the names and arguments of ops.py, so the model does not know which of the two it calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .kernels import gemv, rms_norm, silu_mul, store_qkv
+from .ops import MAX_GEMV_ROWS
+from .sample_kernels import known_ids, sample
+
+if TYPE_CHECKING:
+    from .model import Linear, RMSNorm
+
+__all__ = ["known_ids", "linear", "linear_add", "norm_gate_up", "norm_linear", "rms_norm", "rotate_qkv", "sample"]
+
+
+def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+    """See ops.linear."""
+    if 0 < len(x) <= MAX_GEMV_ROWS:
+        return gemv(x, linear.weight, linear.bias, out=out)
+    if out is None or linear.bias is not None:
+        return linear(x) if out is None else out.copy_(linear(x))
+    return torch.mm(x, linear.weight.t(), out=out)
+
+
+def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+    """See ops.norm_linear."""
+    if len(x) <= MAX_GEMV_ROWS:
+        return gemv(x, linear.weight, linear.bias, norm.weight, norm.eps)
+    return linear(rms_norm(x, norm.weight, norm.eps))
+
+
+def norm_gate_up(x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
+    """See ops.norm_gate_up."""
+    if len(x) <= MAX_GEMV_ROWS:
+        return gemv(x, gate_up.weight, gate_up.bias, norm.weight, norm.eps, gated=True)
+    return silu_mul(gate_up(rms_norm(x, norm.weight, norm.eps)))
+
+
+def linear_add(y: Tensor, linear: Linear, x: Tensor) -> Tensor:
+    """See ops.linear_add. The residual is added where the product is rounded: that add is not even a kernel."""
+    if len(x) <= MAX_GEMV_ROWS:
+        return gemv(y, linear.weight, linear.bias, residual=x)
+    if linear.bias is not None:
+        return x + linear(y)
+    return x.addmm_(y, linear.weight.t())
+
+
+def rotate_qkv(
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None,
+    kv: Tensor, slot_mapping: Tensor,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    """See ops.rotate_qkv. k and v are in the cache when it returns."""
+    norms = (None, None, 0.0) if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+    return store_qkv(qkv, positions, cos_sin, *norms, kv, slot_mapping), None, None
