@@ -98,7 +98,7 @@ def claims(args: argparse.Namespace) -> list[dict]:
 def ttft(args: argparse.Namespace) -> list[dict]:
     """Time to the first token of a prompt that is new, and of the same prompt again: all but its end is cached."""
     lengths = args.lengths or [128, 512, 1024] + ([] if args.model == "tiny" else [2048])
-    options = dict(max_num_seqs=1, max_num_batched_tokens=max(lengths), block_size=args.block_size or None)
+    options = dict(max_num_seqs=32, max_num_batched_tokens=max(lengths), block_size=args.block_size or None)
     package, llm = engine(args, True, args.model, **options)
     params, rows = package.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), []
     for length in tqdm(lengths, unit="row", desc="ttft"):

@@ -213,10 +213,12 @@ class LLM:
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
         self._for_step.pop(request_id, None)  # first of all: the step that is under way may end it
-        if request_id in self._requests and self._pipeline.in_flight is not None:
-            self._drive(self._pipeline.drain)
-        self._requests.pop(request_id, None)
-        self.scheduler.abort(request_id)
+        try:
+            if request_id in self._requests and self._pipeline.in_flight is not None:
+                self._drive(self._pipeline.drain)
+        finally:
+            self._requests.pop(request_id, None)
+            self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Requests that run keep what they have. Does nothing where caching is off."""

@@ -11,6 +11,7 @@ the next step may read them before the CPU knows them.
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -126,6 +127,12 @@ class ModelRunner:
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         by_id = {seq.seq_id: token_id for seq, token_id in zip(step.seqs, token_ids, strict=True)}
         return StepResult(by_id, step.attention_pairs, seconds)
+
+    def settle(self) -> None:
+        """Wait for all that the device has been given, whatever comes of it."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # it belongs to the error that is being dealt with
+                torch.cuda.synchronize(self.device)
 
     def graph_size(self, scheduled: list[Scheduled], pairs: int) -> int | None:
         """Of the graph that can run this step; None if none can: nobody forks, and there are not too many tokens.

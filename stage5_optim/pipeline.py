@@ -73,14 +73,12 @@ class Pipeline:
 
     def cancel(self) -> list[Batch]:
         """After an error: forget what is under way. Returns its plan; whoever was in it cannot go on."""
+        self.model_runner.settle()  # what has been launched reads memory that the next steps will overwrite
         if self.in_flight is None:
             return []
-        batch, done = self.in_flight.batch, self.in_flight.launched.done
-        self.in_flight = None
+        batch, self.in_flight = self.in_flight.batch, None
         for seq in (seq for group in batch.touched.values() for seq in group.seqs):
             seq.num_steps_in_flight = 0
-        if done is not None:
-            done.synchronize()  # it reads memory that the next step would overwrite
         return [batch]
 
     @property

@@ -33,7 +33,8 @@ class Staging:
         buffer = self._next_buffer(size)
         host = buffer.numpy()
         for name, array in arrays.items():
-            host[offsets[name] : offsets[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+            piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host[offsets[name] : offsets[name] + array.nbytes] = piece
         return views(buffer[:size].to(self.device, non_blocking=True), arrays)
 
     def _next_buffer(self, size: int) -> torch.Tensor:
@@ -71,8 +72,8 @@ class TableRows:
         self._tables: list[list[int]] = []  # per row, whose it was in the last step
         self._written: list[tuple[int, int]] = []  # of that: how many blocks, and the last one
 
-    def fill(self, tables: list[list[int]], width: int | None = None) -> np.ndarray:
-        """[N, width] int32, filled up with 0. width: None takes the longest table. Valid until the next call."""
+    def fill(self, tables: list[list[int]]) -> np.ndarray:
+        """[N, blocks of the longest] int32, filled up with 0. Valid until the next call."""
         self._make_room(len(tables), max(map(len, tables)))
         for i, table in enumerate(tables):
             count, last = self._written[i]
@@ -83,7 +84,7 @@ class TableRows:
             self._rows[i, kept : len(table)] = table[kept:]
             self._rows[i, len(table) : max(count, len(table))] = 0
             self._tables[i], self._written[i] = table, (len(table), table[-1])
-        return self._rows[: len(tables), : width or max(map(len, tables))]
+        return self._rows[: len(tables), : max(map(len, tables))]
 
     def _make_room(self, num_rows: int, width: int) -> None:
         rows, columns = self._rows.shape

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from features import problems as feature_problems
 from outline import differences
 from stages import Step, Tree
 
@@ -15,6 +16,7 @@ def check(tree: Tree) -> list[str]:
         problems += _list_problems(step)
         problems += _file_problems(tree, step)
         problems += _outline_problems(tree, step)
+        problems += feature_problems(tree, step)
     return problems
 
 

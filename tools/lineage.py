@@ -6,6 +6,7 @@ lineage.toml with the reason. Which stages there are is read from the tree: the 
     python tools/lineage.py check                                   what drifted, and what to do about it
     python tools/lineage.py copy stage1_naive/sampling.py           a mend goes forward to every stage that shares it
     python tools/lineage.py diff 1 2                                the lesson
+    python tools/lineage.py diff 4 5 --feature prefix               one idea of a lesson that has several
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 from drift import check
+from features import show
 from stages import ROOT, Step, Tree, stage_number
 
 SELF = "python tools/lineage.py"
@@ -175,7 +177,9 @@ def parser() -> argparse.ArgumentParser:
     d.add_argument("older", metavar="FROM", help="a stage's number or name")
     d.add_argument("newer", metavar="TO", help="a later stage's number or name")
     d.add_argument("files", nargs="*", metavar="FILE", help="only these, e.g. attention.py; left out: all that differ")
-    d.add_argument("--tests", action="store_true", help="tests, README.md and faults.toml too")
+    only = d.add_mutually_exclusive_group()
+    only.add_argument("--tests", action="store_true", help="tests, README.md and faults.toml too")
+    only.add_argument("--feature", metavar="NAME", help="only what serves this feature of the step, e.g. prefix")
     return p
 
 
@@ -186,7 +190,9 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
         tree = Tree(root)
         if args.command == "check":
             return report(tree, check(tree))
-        if args.command == "diff":
+        if args.command == "diff" and args.feature is not None:
+            show(tree, args.older, args.newer, args.feature, [_relative(tree, file) for file in args.files])
+        elif args.command == "diff":
             diff(tree, args.older, args.newer, args.files, args.tests)
         elif bool(args.paths) == args.all:
             cli.error("copy: give files, or --all")

@@ -8,12 +8,13 @@ from pathlib import Path
 from outline import Allowed
 
 ROOT = Path(__file__).resolve().parent.parent
-LISTS = ("changed", "added", "removed", "dropped", "renamed", "reshaped")
+LISTS = ("changed", "added", "removed", "dropped", "renamed", "reshaped", "features")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of lineage.toml: path -> why for files; path -> names for what a changed file may drop or rename."""
+    """One step of lineage.toml: path -> why for files; path -> names for what a changed file may drop or rename; the
+    features that it consists of, as features.py reads them."""
 
     older: str
     newer: str
@@ -24,6 +25,7 @@ class Step:
     dropped: dict[str, list[str]] = field(default_factory=dict)
     renamed: dict[str, dict[str, str]] = field(default_factory=dict)
     reshaped: dict[str, list[str]] = field(default_factory=dict)
+    features: dict[str, dict] = field(default_factory=dict)
 
     def allowed(self, path: str) -> Allowed:
         return Allowed(self.dropped.get(path, []), self.renamed.get(path, {}), self.reshaped.get(path, []))
