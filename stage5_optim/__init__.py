@@ -1,4 +1,4 @@
-"""Stage 5: optimised. Prefix caching."""
+"""Stage 5: optimised. Prefix caching, fused kernels, CUDA graphs, asynchronous scheduling."""
 
 import logging
 

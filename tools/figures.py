@@ -96,6 +96,15 @@ def paged(page: Path, path: str) -> str:
     return table(["run", *document["columns"].values()], rows) + "\n" + drawn + source(document)
 
 
+def peers(page: Path, path: str) -> str:
+    """What other engines reach. Not measured by this project: the file says by whom, and how."""
+    document = load(path)
+    rows = [[row["name"], *cells] for row, cells in zip(document["rows"], document["cells"], strict=True)]
+    env = document["environment"]
+    note = f"*{env['device_name']}, {env['date']}, {document['job']['note']}; {env['command']}*\n"
+    return table(["engine", *document["columns"].values()], rows) + "\n" + note
+
+
 def moves(page: Path, path: str) -> str:
     """Swap against recompute, and what single blocks cost."""
     document = load(path)
@@ -202,6 +211,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "curve-ratio": curve_ratio,
     "gallery": gallery,
     "interleave": interleave,
+    "peers": peers,
     "kernels": kernels,
     "lines": lines,
     "moves": moves,
