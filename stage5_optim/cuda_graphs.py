@@ -29,8 +29,12 @@ import torch
 from tqdm import tqdm
 
 from .batch import Scheduled
+from .config import ModelConfig
 from .staging import TableRows, layout, views
 from .step_inputs import StepInputs, as_inputs, empty_arrays, fill_rows
+
+LAUNCHES_PER_LAYER = 10
+BYTES_PER_LAUNCH = 16384  # more than was seen on an H200: 0.15 GiB for all 23 graphs of Qwen3-0.6B, 0.23 GiB for 8B
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -38,6 +42,15 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     max_num_seqs itself, so that every decode step has a graph."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
     return sorted({*(size for size in sizes if size < max_num_seqs), max_num_seqs})
+
+
+def graph_memory(config: ModelConfig, sizes: list[int]) -> int:
+    """Bytes that graphs of these sizes will take, about: the largest step's logits and activations, which all share,
+    and what the driver keeps of each recorded launch."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    row = config.vocab_size + 2 * (3 * config.intermediate_size + 4 * config.hidden_size + heads * config.head_dim)
+    launches = len(sizes) * config.num_hidden_layers * LAUNCHES_PER_LAYER
+    return max(sizes) * row * config.dtype.itemsize + launches * BYTES_PER_LAUNCH
 
 
 class DecodeGraphs:

@@ -6,8 +6,7 @@
     llm.add_request("Hello"); llm.step()                        # one iteration at a time, for a server's loop
     llm.chat([{"role": "user", "content": "Hello"}])
 
-Stage 4 serves as many requests at once as their tokens fit into the blocks of the KV cache; when blocks run out the
-newest request steps back and goes on later.
+Stage 5 plans a step while the last one runs; features.py says what else is on.
 """
 
 import gc
@@ -31,7 +30,7 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
-from .cuda_graphs import graph_sizes
+from .cuda_graphs import graph_memory, graph_sizes
 from .features import resolve_features
 from .intake import Intake, check_request_id
 from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
@@ -106,6 +105,8 @@ class LLM:
             return free // 2 if resolved.device.type == "cpu" else free
         runner.kv_cache = KVCache(self.model_config, 1, resolved.block_size, resolved.device)
         peak = runner.peak_memory(largest_batch(self.scheduler_config, resolved.max_model_len, resolved.block_size))
+        if self.features.cuda_graphs:
+            peak += graph_memory(self.model_config, graph_sizes(self.scheduler_config.max_num_seqs))
         free, total = torch.cuda.mem_get_info(resolved.device)
         own = torch.cuda.memory_allocated(resolved.device)
         return kv_room(total, free, own, peak, self.config.gpu_memory_utilization)
