@@ -113,7 +113,28 @@ def _waterfall(axis, rows: list[dict], batch: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-DRAW = {"speed": draw_speed, "ablation": draw_ablation, "waterfall": draw_waterfall}
+def draw_peers(document: dict, path: Path) -> None:
+    """Other engines beside ours, whose numbers come from the files of `speed` in the same folder."""
+    files = ("optim-speed.json", "optim-speed-8b.json")
+    small, large = (json.loads((path.parent / name).read_text()) for name in files)
+    ours = {name: small["rows"][0][name]["tokens_per_second"] for name in ("many", "one")}
+    ours["one_8b"] = large["rows"][0]["one"]["tokens_per_second"]
+    rows = [*document["rows"], {"name": "stage 5", **ours}]
+    fig, axes = plt.subplots(1, 3, figsize=(12, 2.6), sharey=True)
+    for axis, (key, title) in zip(axes, document["columns"].items(), strict=True):
+        values = [row[key] for row in rows]
+        axis.barh([row["name"] for row in rows], values, color=[*[GREY] * (len(rows) - 1), OPTIM])
+        for i, value in enumerate(values):
+            axis.text(value + 0.02 * max(values), i, f"{value:,.0f}", va="center", fontsize=8)
+        axis.set_xlim(0, max(values) * 1.2)
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    _finish(fig, small, path)
+
+
+DRAW = {"peers": draw_peers, "speed": draw_speed, "ablation": draw_ablation, "waterfall": draw_waterfall}
 
 
 def main(paths: list[str]) -> None:

@@ -102,7 +102,8 @@ def peers(page: Path, path: str) -> str:
     rows = [[row["name"], *cells] for row, cells in zip(document["rows"], document["cells"], strict=True)]
     env = document["environment"]
     note = f"*{env['device_name']}, {env['date']}, {document['job']['note']}; {env['command']}*\n"
-    return table(["engine", *document["columns"].values()], rows) + "\n" + note
+    image = picture(page, path.replace(".json", ".png"), "tokens per second of other engines and of stage 5")
+    return table(["engine", *document["columns"].values()], rows) + "\n" + image + "\n" + note
 
 
 def moves(page: Path, path: str) -> str:
