@@ -437,7 +437,13 @@ def main(argv: list[str] | None = None) -> int:
         cli.error("needs a CUDA GPU and the package triton")
     torch.manual_seed(0)
     env, out, rows = environment("cuda"), args.out or results_folder("cuda"), []
-    job = {"stage": args.stage, "dtype": "bfloat16", "samples": args.samples, "sizes": [vars(m) for m in models]}
+    job = {
+        "model": ", ".join(m.name for m in models),
+        "stage": args.stage,
+        "dtype": "bfloat16",
+        "samples": args.samples,
+        "sizes": [vars(m) for m in models],
+    }
     file = out / ("fused-sweep.json" if args.sweep else "fused.json")
     start = time.perf_counter()
     if args.sweep:

@@ -114,9 +114,9 @@ def _waterfall(axis, rows: list[dict], batch: str) -> None:
 
 
 def draw_peers(document: dict, path: Path) -> None:
-    """Other engines beside ours, whose numbers come from the files of `speed` in the same folder."""
+    """Other engines beside ours, whose numbers come from the files of `speed` for an H200."""
     files = ("optim-speed.json", "optim-speed-8b.json")
-    small, large = (json.loads((path.parent / name).read_text()) for name in files)
+    small, large = (json.loads((path.parent / "h200" / name).read_text()) for name in files)
     ours = {name: small["rows"][0][name]["tokens_per_second"] for name in ("many", "one")}
     ours["one_8b"] = large["rows"][0]["one"]["tokens_per_second"]
     rows = [*document["rows"], {"name": "stage 5", **ours}]

@@ -32,6 +32,7 @@ def num_multiprocessors(device: torch.device) -> int:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that may start before the one in front of it has ended, where the GPU can do that."""
     can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    can = can and hasattr(tl.extra.cuda, "gdc_wait")  # older versions of triton have no word for it
     return dict(PDL=True, launch_pdl=True) if can else dict(PDL=False)
 
 
