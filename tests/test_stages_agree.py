@@ -54,6 +54,27 @@ def test_same_outputs_in_every_stage(engines, drawn):
     assert all(other == first for other in others)
 
 
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(st.lists(requests, min_size=1, max_size=5))
+def test_stage_5_with_everything_off_is_stage_4(engines, drawn):
+    """Not the tokens alone: every counter that stage 4 has, and every step of its trace, but for the clock."""
+    traces, counters = [], []
+    for name in (stage for stage in engines if stage >= "stage4"):
+        llm, params_of = engines[name], importlib.import_module(name).SamplingParams
+        llm.metrics.reset()
+        for i, r in enumerate(drawn):
+            one = params_of(**{k: v for k, v in r.items() if k != "prompt"}, seed=i, n=1 + i % 2)
+            llm.add_request(r["prompt"], one, request_id=str(i))
+        while llm.has_unfinished_requests():
+            llm.step()
+        counters.append(llm.metrics.counters())
+        traces.append([vars(record) | {"time": 0, "seconds": 0} for record in llm.metrics.trace])
+    four, five = counters
+    assert five == four | dict.fromkeys(five.keys() - four.keys(), 0)
+    for one, other in zip(*traces, strict=True):
+        assert other == one | dict.fromkeys(other.keys() - one.keys(), 0)
+
+
 def test_work_falls_from_stage_to_stage(engines):
     """The ladder in counters: a cache saves tokens, a batch saves steps, blocks save memory."""
     prompts, new = [[i + 1] * 8 for i in range(4)], 10
