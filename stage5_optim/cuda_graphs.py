@@ -44,13 +44,13 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(size for size in sizes if size < max_num_seqs), max_num_seqs})
 
 
-def graph_memory(config: ModelConfig, sizes: list[int]) -> int:
+def graph_memory(config: ModelConfig, sizes: list[int], width: int) -> int:
     """Bytes that graphs of these sizes will take, about: the largest step's logits and activations, which all share,
-    and what the driver keeps of each recorded launch."""
+    each one's block tables of `width` blocks, and what the driver keeps of each recorded launch."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     row = config.vocab_size + 2 * (3 * config.intermediate_size + 4 * config.hidden_size + heads * config.head_dim)
     launches = len(sizes) * config.num_hidden_layers * LAUNCHES_PER_LAYER
-    return max(sizes) * row * config.dtype.itemsize + launches * BYTES_PER_LAUNCH
+    return max(sizes) * row * config.dtype.itemsize + sum(sizes) * width * 4 + launches * BYTES_PER_LAUNCH
 
 
 class DecodeGraphs:

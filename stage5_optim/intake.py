@@ -6,15 +6,17 @@ this engine: its vocabulary, its context, the budget of a step and the blocks of
 
 import random
 import re
+from collections.abc import Collection
 from itertools import count
 
 from .block_manager import BlockManager
-from .config import EngineConfig, ModelConfig, Resolved
+from .config import EngineConfig, ModelConfig, Resolved, as_ids
 from .inputs import as_params, as_prompts, check_params, check_prompt_ids
 from .sampling import SamplingParams, sample_seed
 from .scheduler import Scheduler, check_fits_step
 from .sequence import Sequence, SequenceGroup
 from .tokenizer import Detokenizer, Tokenizer
+from .zoo import ModelFiles
 
 
 class Intake:
@@ -121,8 +123,16 @@ def check_fits_pool(
     return min(fits, room) if max_tokens is None else wanted
 
 
-def check_request_id(request_id: object, in_use: dict[str, SequenceGroup]) -> None:
-    """Raises ValueError for an id that is no text, or that a request in the engine already has."""
+def end_tokens(config: ModelConfig, files: ModelFiles, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Checkpoints name their end tokens in up to three places; all count that the model has a logit for."""
+    ids = [*config.eos_token_ids, *as_ids(files.generation_config.get("eos_token_id"))]
+    if files.weights is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(i for i in dict.fromkeys(ids) if 0 <= i < config.vocab_size)
+
+
+def check_request_id(request_id: object, in_use: Collection[str]) -> None:
+    """Raises ValueError for an id that is no text, or that a request or an output in the engine already has."""
     if not isinstance(request_id, str | None):
         raise ValueError(f"request_id={request_id!r}: expected text or None")
     if request_id is not None and re.search(r"/[0-9]+$", request_id):

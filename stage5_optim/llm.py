@@ -24,7 +24,6 @@ from .config import (
     EngineConfig,
     ModelConfig,
     Resolved,
-    as_ids,
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
@@ -32,7 +31,7 @@ from .config import (
 )
 from .cuda_graphs import graph_memory, graph_sizes
 from .features import resolve_features
-from .intake import Intake, check_request_id
+from .intake import Intake, check_request_id, end_tokens
 from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
 from .metrics import Metrics
 from .model_runner import ModelRunner, largest_batch
@@ -51,20 +50,20 @@ class LLM:
 
     def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
         self.config = EngineConfig.from_options(model, options)
-        device = resolve_device(self.config.device)
         files = zoo.locate(model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
-        self.resolved = self._resolve(device, model_config)
+        self.resolved = self._resolve(resolve_device(self.config.device), model_config)
         self.features = resolve_features(self.config, self.resolved, model_config.head_dim)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)
         self.tokenizer = Tokenizer(files.tokenizer)
         self.metrics = Metrics()
-        self.eos_token_ids = self._end_tokens(files)
+        self.eos_token_ids = end_tokens(self.model_config, files, self.tokenizer)
         self.model_runner = self._build_runner(files)
         self._intake = Intake(self.config, self.model_config, self.resolved, self.scheduler, self.eos_token_ids)
         self._requests: dict[str, SequenceGroup] = {}  # that have not left the engine
         self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
         self._undelivered: list[RequestOutput] = []  # for `step`, made while generate or stream drove the engine
+        self._is_driving, self._to_abort = False, []  # while steps are worked on, aborts wait
         self._announce()
 
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
@@ -74,13 +73,6 @@ class LLM:
         backend, reason = choose_backend(requested, device, dtype, head_dim, block_size)
         max_model_len = resolve_max_model_len(self.config.max_model_len, model_config)
         return Resolved(device, dtype, backend, reason, max_model_len, block_size)
-
-    def _end_tokens(self, files: zoo.ModelFiles) -> tuple[int, ...]:
-        """Checkpoints name their end tokens in up to three places; all count that the model has a logit for."""
-        ids = [*self.model_config.eos_token_ids, *as_ids(files.generation_config.get("eos_token_id"))]
-        if files.weights is not None and self.tokenizer.eos_token_id is not None:
-            ids.append(self.tokenizer.eos_token_id)
-        return tuple(i for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size)
 
     def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
         attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
@@ -106,7 +98,8 @@ class LLM:
         runner.kv_cache = KVCache(self.model_config, 1, resolved.block_size, resolved.device)
         peak = runner.peak_memory(largest_batch(self.scheduler_config, resolved.max_model_len, resolved.block_size))
         if self.features.cuda_graphs:
-            peak += graph_memory(self.model_config, graph_sizes(self.scheduler_config.max_num_seqs))
+            width = resolved.max_model_len // resolved.block_size + 1
+            peak += graph_memory(self.model_config, graph_sizes(self.scheduler_config.max_num_seqs), width)
         free, total = torch.cuda.mem_get_info(resolved.device)
         own = torch.cuda.memory_allocated(resolved.device)
         return kv_room(total, free, own, peak, self.config.gpu_memory_utilization)
@@ -197,15 +190,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}, by the model's chat template."""
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
-        conversations = messages if many else [messages]
-        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        prompts = [self.tokenizer.apply_chat_template(one) for one in (messages if many else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
-        check_request_id(request_id, self._requests)
+        check_request_id(request_id, [*self._requests, *(output.request_id for output in self._undelivered)])
         (group,) = self._make_groups([prompt], sampling_params, request_id)
         self._enqueue([group])
         self._for_step[group.request_id] = None
@@ -214,6 +206,10 @@ class LLM:
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
         self._for_step.pop(request_id, None)  # first of all: the step that is under way may end it
+        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+        if self._is_driving:  # a stream that is garbage is closed in the middle of whatever runs
+            self._to_abort.append(request_id)
+            return
         try:
             if request_id in self._requests and self._pipeline.in_flight is not None:
                 self._drive(self._pipeline.drain)
@@ -232,32 +228,36 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
         self._check_open()
-        if self._pipeline.must_drain:
-            self._drive(self._pipeline.drain)
-        self._drive(self._pipeline.step)
+        self._drive(lambda: self._pipeline.step(self._retire))
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def _drive(self, work: Callable[[], None]) -> None:
         """Do some work on steps; outputs that come of it are kept for `step`."""
+        self._is_driving = True
         try:
             work()
-            self._undelivered += self._retire()
+            self._retire()
         except BaseException:  # Ctrl-C too: what the steps held must not stay behind, half done
+            self._is_driving = False
             batches = [*self._pipeline.cancel(), self.scheduler.batch]
             self.block_manager.recount()
             self._abort_all([group for batch in batches for group in batch.touched.values()])
             raise
+        finally:
+            self._is_driving = False
+            while self._to_abort:
+                self.abort_request(self._to_abort.pop())
 
-    def _retire(self) -> list[RequestOutput]:
-        """Let finished sequences go. Returns the outputs that `step` owes its caller."""
-        finished = self.scheduler.retire()
-        for group in finished:
+    def _retire(self) -> None:
+        """Let finished sequences go, and keep the outputs that `step` owes its caller."""
+        for group in (finished := self.scheduler.retire()):
             group.metrics.finish_time = time.perf_counter()
             del self._requests[group.request_id]
             for record in self.metrics.trace[-1:]:  # none, if `reset` came between a static member's end and its return
                 record.finished.append(group.request_id)
-        return [group.to_output() for group in finished if self._for_step.pop(group.request_id, group) is None]
+        owed = [group for group in finished if self._for_step.pop(group.request_id, group) is None]
+        self._undelivered += [group.to_output() for group in owed]
 
     def _enqueue(self, groups: list[SequenceGroup]) -> None:
         for group in groups:

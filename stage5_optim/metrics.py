@@ -68,7 +68,7 @@ class Metrics:
     cost. cow_copies: blocks copied because they were shared and about to be written. prefix_query_tokens and
     prefix_hit_tokens: tokens of requests when they were admitted, and those of them found in cached blocks.
     graph_replays: steps that one CUDA graph ran; padding_tokens: the rows that filled those graphs up.
-    discarded_tokens: computed after a stop that was seen late (async_scheduling); no other counter has them.
+    discarded_tokens: computed after a stop that was seen late (async_scheduling); no other count of work has them.
     """
 
     steps: int = 0

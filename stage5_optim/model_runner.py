@@ -31,7 +31,7 @@ from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__package__)
 
-MAX_PAIRS_IN_GRAPH = 65_536  # query-key pairs of a step with pieces of prompts
+MAX_PAIRS_IN_GRAPH = 65_536  # query-key pairs of all pieces of prompts in a step
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Give the device all that this step has to do. Nothing here waits for it."""
+        """Give the device all that this step has to do, without waiting for it.
+
+        Except: what sampling.py does beyond the kernel, copies of blocks, and logprobs send small lists the slow way.
+        """
         start = time.perf_counter()
         self.kv_cache.move(batch.moves)
         scheduled, seqs = batch.scheduled, sampled_sequences(batch.scheduled)
         pairs = count_pairs(scheduled)
-        size = self.graph_size(scheduled, pairs)
+        size = self.graph_size(scheduled)
         inputs = self.prepare(scheduled) if size is None else self.prepare_graph(size, scheduled)
         rows = list(range(len(seqs))) if size is None else last_rows(scheduled)
         prepared = time.perf_counter()
@@ -134,7 +137,7 @@ class ModelRunner:
             with suppress(RuntimeError):  # it belongs to the error that is being dealt with
                 torch.cuda.synchronize(self.device)
 
-    def graph_size(self, scheduled: list[Scheduled], pairs: int) -> int | None:
+    def graph_size(self, scheduled: list[Scheduled]) -> int | None:
         """Of the graph that can run this step; None if none can: nobody forks, and there are not too many tokens.
 
         In a graph each token of a prompt reads its context by itself. With long ones the kernel for chunks, which reads
@@ -142,7 +145,7 @@ class ModelRunner:
         """
         if self.graphs is None or any(item.forks for item in scheduled):
             return None
-        if pairs > MAX_PAIRS_IN_GRAPH and any(item.num_tokens > 1 for item in scheduled):
+        if count_pairs([item for item in scheduled if item.num_tokens > 1]) > MAX_PAIRS_IN_GRAPH:
             return None
         return self.graphs.fit(sum(item.num_tokens for item in scheduled))
 
@@ -175,7 +178,7 @@ class ModelRunner:
     def make_graphs(self, sizes: list[int], max_model_len: int, vocab_size: int) -> None:
         """Record decode steps of these sizes. One memory for the logits of all: they are large."""
         start, free = time.perf_counter(), free_memory(self.device)
-        width = -(-max_model_len // self.kv_cache.block_size)
+        width = min(-(-max_model_len // self.kv_cache.block_size), self.kv_cache.data.shape[2])
         dtype = self.kv_cache.data.dtype
         with torch.inference_mode():
             self._logits = torch.empty(max(sizes), vocab_size, dtype=dtype, device=self.device)

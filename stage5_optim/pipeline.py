@@ -12,7 +12,8 @@ all the difference:
 
     a stop seen late    step 2 has computed one token too many for that sequence. It is dropped and counted in
                         `discarded_tokens`, nowhere else. An end that only depends on the count is foreseen.
-    blocks              stay with their sequence until every step that uses them has been collected.
+    place and blocks    stay with their sequence until every step that uses them has been collected: those who wait may
+                        begin a step later than they would in turn.
     no look ahead       where the plan depends on the tokens (a repetition penalty) or somebody has to be preempted,
                         the step under way is collected first.
 
@@ -20,6 +21,7 @@ Source: the zero-overhead scheduler of SGLang (2024) and asynchronous scheduling
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .batch import Batch, Scheduled
@@ -51,8 +53,14 @@ class Pipeline:
         self.trace_blocks = trace_blocks
         self.in_flight: StepInFlight | None = None
 
-    def step(self) -> None:
-        """Plan and launch one step; then collect the one before it, or this one if nothing may stay under way."""
+    def step(self, retire: Callable[[], None]) -> None:
+        """Plan and launch one step; then collect the one before it, or this one if nothing may stay under way.
+
+        retire: lets go of whoever has ended. It is called if a step had to be collected before the plan is made.
+        """
+        if self.must_drain:
+            self.drain()
+            retire()
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         assert batch.scheduled or not batch.moves, "blocks are moved, but nobody runs"

@@ -74,8 +74,7 @@ class Scheduler:
         again = any(seq.num_lost_tokens for group in self.running.values() for seq in group.seqs)
         if free >= self.config.max_num_seqs and not again:  # each grows by one token, except who forks a second time
             return False
-        wanted = (lengths(group) for group in self.running.values())
-        return sum(self.block_manager.num_blocks_to_grow(lens) for lens in wanted) > free
+        return sum(self.block_manager.num_blocks_to_grow(lengths(group)) for group in self.running.values()) > free
 
     def _reserve(self, batch: Batch) -> None:
         """Blocks for what the running ones compute next, the oldest first; the newest makes room if there are none."""
@@ -180,7 +179,8 @@ class Scheduler:
 
     def _may_enter(self, group: SequenceGroup, batch: Batch, prefix: list[CachedBlock]) -> bool:
         """The policy lets it in, and there are budget and memory for its tokens."""
-        if group.is_new and self.config.policy == "static" and self._batch_is_closed:
+        is_ending = self.running and not any(other.active for other in self.running.values())  # all else is pending
+        if group.is_new and self.config.policy == "static" and (self._batch_is_closed or is_ending):
             return False
         first = group.unfinished[0]
         return bool(batch.fits(group, first, self.config.enable_chunked_prefill)) and self._has_memory(group, prefix)

@@ -176,8 +176,8 @@ def draw_engine(chance: random.Random, **options) -> LLM:
     return new_engine(max_model_len=64, async_scheduling=True, **options)
 
 
-OFTEN = {"steps": 500, "preemptions": 15, "discarded_tokens": 20, "aborted": 20, "streams": 30, "same id": 15}
-OFTEN |= {"taken with a step in flight": 200, "looked ahead": 500, "cow_copies": 15, "refused": 5}
+OFTEN = {"steps": 200, "preemptions": 5, "discarded_tokens": 7, "aborted": 7, "streams": 10, "same id": 5}
+OFTEN |= {"taken with a step in flight": 70, "looked ahead": 170, "cow_copies": 5, "refused": 2}
 
 
 @pytest.mark.parametrize("is_caching", [False, True], ids=["plain", "prefix"])
