@@ -1,8 +1,9 @@
 """Fused: the steps of the decoder, as in ops.py, but with the kernels of kernels.py.
 
-Up to MAX_GEMV_ROWS tokens every product is our own kernel, and norm, silu and residual are part of it: a layer is five
-launches and attention. With more tokens tensor cores pay, and products are cuBLAS's: a layer is eight launches and
-attention. Functions have the names and arguments of ops.py, so the model does not know which of the two it calls.
+For one token (and for a few, where rows are short) every product is our own kernel, and norm, silu and residual are
+part of it: a layer is five launches and attention. With more tokens tensor cores pay, and products are cuBLAS's: a
+layer is eight launches and attention. Functions have the names and arguments of ops.py, so the model does not know
+which of the two it calls.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from .sample_kernels import known_ids, sample
 if TYPE_CHECKING:
     from .model import Linear, RMSNorm
 
+LONGEST_TINY = 6144  # numbers in all rows
+
 __all__ = ["known_ids", "linear", "linear_add", "norm_gate_up", "norm_linear", "rms_norm", "rotate_qkv", "sample"]
+
+
+def is_tiny(x: Tensor) -> bool:
+    """Whether our own product of x [T, in] is the faster one: on an H200 for one token always, and for up to four of
+    Qwen3-0.6B, but not for two of 8B, whose rows are four times as long (benchmarks.fused)."""
+    return len(x) == 1 or (0 < len(x) <= MAX_GEMV_ROWS and x.numel() <= LONGEST_TINY)
 
 
 def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
     """See ops.linear."""
-    if 0 < len(x) <= MAX_GEMV_ROWS:
+    if is_tiny(x):
         return gemv(x, linear.weight, linear.bias, out=out)
     if out is None or linear.bias is not None:
         return linear(x) if out is None else out.copy_(linear(x))
@@ -33,21 +42,21 @@ def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
 
 def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
     """See ops.norm_linear."""
-    if len(x) <= MAX_GEMV_ROWS:
+    if is_tiny(x):
         return gemv(x, linear.weight, linear.bias, norm.weight, norm.eps)
     return linear(rms_norm(x, norm.weight, norm.eps))
 
 
 def norm_gate_up(x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
     """See ops.norm_gate_up."""
-    if len(x) <= MAX_GEMV_ROWS:
+    if is_tiny(x):
         return gemv(x, gate_up.weight, gate_up.bias, norm.weight, norm.eps, gated=True)
     return silu_mul(gate_up(rms_norm(x, norm.weight, norm.eps)))
 
 
 def linear_add(y: Tensor, linear: Linear, x: Tensor) -> Tensor:
     """See ops.linear_add. The residual is added where the product is rounded: that add is not even a kernel."""
-    if len(x) <= MAX_GEMV_ROWS:
+    if is_tiny(y):
         return gemv(y, linear.weight, linear.bias, residual=x)
     if linear.bias is not None:
         return x + linear(y)
