@@ -50,9 +50,10 @@ class LLM:
 
     def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
         self.config = EngineConfig.from_options(model, options)
+        device = resolve_device(self.config.device)
         files = zoo.locate(model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
-        self.resolved = self._resolve(resolve_device(self.config.device), model_config)
+        self.resolved = self._resolve(device, model_config)
         self.features = resolve_features(self.config, self.resolved, model_config.head_dim)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)
         self.tokenizer = Tokenizer(files.tokenizer)
@@ -101,8 +102,7 @@ class LLM:
             width = resolved.max_model_len // resolved.block_size + 1
             peak += graph_memory(self.model_config, graph_sizes(self.scheduler_config.max_num_seqs), width)
         free, total = torch.cuda.mem_get_info(resolved.device)
-        own = torch.cuda.memory_allocated(resolved.device)
-        return kv_room(total, free, own, peak, self.config.gpu_memory_utilization)
+        return kv_room(total, free, torch.cuda.memory_allocated(), peak, self.config.gpu_memory_utilization)
 
     def _build_cache(self, room: int) -> KVCache:
         """The blocks of the KV cache, as many as asked for or as fit, and the scheduler that hands them out."""
