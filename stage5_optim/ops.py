@@ -3,11 +3,11 @@
 PyTorch launches a kernel for each operator, and every kernel fetches its input from the GPU's memory and puts its
 result back there. Much of a model is small operators in a row, and they pay for little else than that:
 
-    rms_norm    widen, square, mean, rsqrt, multiply, narrow, weight     7 launches, a dozen trips of [T, hidden]
-    store_qkv   split, two norms, two rotations, two stores             30 launches
-    silu_mul    silu, multiply                                           2 launches, 5 trips of [T, I] instead of 3
-    gemv        norm, product, bias, silu, residual of 1 to 4 tokens     the weights are read once, the rest is free
-    sample      noise, temperature, argmax over the vocabulary          40 launches, copies of the logits in int64
+    rms_norm    widen, square, mean, add, rsqrt, multiply, narrow, weight    a launch each
+    store_qkv   split, two norms, two rotations, two stores                  dozens of launches
+    silu_mul    silu, multiply                                               5 trips of [T, I] instead of 3
+    gemv        norm, product, bias, silu, residual of 1 to 4 tokens         weights are read once, the rest is free
+    sample      noise, temperature, argmax over the vocabulary               copies of the logits in int64
 
 A fused kernel keeps what lies in between in registers. Rounding differs, and only to the better: in 16 bits these
 functions round after each operator and the kernels once, at the end.
@@ -72,14 +72,21 @@ def store_qkv(
     and k_norm [head_dim] or both None, kv [2, num_blocks, block_size, num_kv_heads, head_dim], slot_mapping [T] int64
     (-1: nowhere; on a GPU only the kernel knows that one). Returns q [T, num_heads, head_dim].
     """
+    q, k, v = split_and_rotate(qkv, cos_sin[positions], q_norm, k_norm, eps, kv)
+    write_kv(k, v, kv, SimpleNamespace(slot_mapping=slot_mapping))
+    return q
+
+
+def split_and_rotate(
+    qkv: Tensor, angles: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, kv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a packed product, q and k normed and rotated. angles [T, 2, head_dim/2]; kv: for its shape."""
     kv_heads, head_dim = kv.shape[3:]
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    angles = cos_sin[positions]
-    write_kv(apply_rope(k, angles), v, kv, SimpleNamespace(slot_mapping=slot_mapping))
-    return apply_rope(q, angles)
+    return apply_rope(q, angles), apply_rope(k, angles), v
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -156,10 +163,5 @@ def rotate_qkv(
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As store_qkv, but k and v come back, for attention to store. A fused kernel has done it, and returns None."""
-    kv_heads, head_dim = kv.shape[3:]
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    if q_norm is not None:
-        q, k = rms_norm(q, q_norm.weight, q_norm.eps), rms_norm(k, k_norm.weight, k_norm.eps)
-    angles = cos_sin[positions]
-    return apply_rope(q, angles), apply_rope(k, angles), v
+    norms = (None, None, 0.0) if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+    return split_and_rotate(qkv, cos_sin[positions], *norms, kv)

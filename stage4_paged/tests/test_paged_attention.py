@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def interpreted(request) -> dict[str, str | None]:
-    """What went wrong, by step: all steps that this session asks for, in one process that has the interpreter on."""
+    """What went wrong, by step: all steps that were asked for, in one process that has the interpreter on."""
     items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
     names = [item.callspec.params["step"] for item in items if item.originalname == "test_interpreted_step"]
     command = [sys.executable, "-m", f"{__package__}.interpreted_attention", *names]

@@ -21,7 +21,7 @@ from .interpreted_kernels import CALLS, CHECKS, SMALL, TOLERANCE, Call, Maker, a
 
 @pytest.fixture(scope="module")
 def interpreted(request) -> dict[str, str | None]:
-    """What went wrong, by call: all calls that this session asks for, in one process that has the interpreter on."""
+    """What went wrong, by call: all calls that were asked for, in one process that has the interpreter on."""
     items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
     names = [item.callspec.params["call"] for item in items if item.originalname == "test_interpreted_call"]
     command = [sys.executable, "-m", f"{__package__}.interpreted_kernels", *names]
