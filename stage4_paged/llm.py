@@ -63,9 +63,7 @@ class LLM:
         self._intake = Intake(self.config, self.model_config, self.resolved, self.scheduler, self.eos_token_ids)
         self._requests: dict[str, SequenceGroup] = {}  # that have not left the engine
         self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
-        self._undelivered: list[
-            RequestOutput
-        ] = []  # outputs for `step`, made while generate or stream drove the engine
+        self._undelivered: list[RequestOutput] = []  # for `step`, made while generate or stream drove the engine
         self._announce()
 
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
@@ -209,6 +207,7 @@ class LLM:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
         self._requests.pop(request_id, None)
         self._for_step.pop(request_id, None)
+        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
         self.scheduler.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:

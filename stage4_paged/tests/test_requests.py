@@ -36,6 +36,16 @@ def next_id(llm: LLM) -> int:
     return int(request_id) + 1
 
 
+def test_an_abort_after_the_end_brings_no_output(llm):
+    """Somebody else drove the engine until the request had ended: its output waits for `step`, and must not come once
+    the request is aborted."""
+    request_id = llm.add_request([1, 2], greedy(2))
+    llm.generate([[3, 4]], greedy(6), use_tqdm=False)
+    assert llm.has_unfinished_requests()  # an output to return
+    llm.abort_request(request_id)
+    assert is_clean(llm) and llm.step() == []
+
+
 def test_an_id_in_use_is_refused_and_the_first_is_untouched(llm):
     """A second request under the same id used to overwrite the first: one caller waits for ever."""
     llm.add_request([1, 2, 3], greedy(10), request_id="x")
