@@ -44,10 +44,9 @@ class EngineConfig:
     load_format: "auto", or "dummy" for random weights of the right shapes. attention_backend: None chooses.
 
     policy: "mixed", "prefill_first" or "static" (see scheduler.py). max_num_seqs: sequences that run at the same time;
-    None: 32 on a CPU, 256 on a GPU.
-    max_num_batched_tokens: most tokens of one step; None: 2,048, or max_model_len where prompts must not be cut.
-    max_num_prefills: most prompts under way at once; None: no limit. enable_chunked_prefill: a prompt may be cut to fit
-    the budget; None: yes under "mixed", no under the other two.
+    None: 32 on a CPU, 256 on a GPU. max_num_batched_tokens: most tokens of a step; None: 2,048, or max_model_len where
+    prompts must not be cut. max_num_prefills: most prompts under way at once; None: no limit. enable_chunked_prefill: a
+    prompt may be cut to fit the budget; None: yes under "mixed", no under the other two.
 
     block_size: tokens per block of the KV cache; None: 256 where flash-attn is used, else 16. num_kv_blocks: blocks in
     the pool; None: what fits into gpu_memory_utilization of the GPU beside weights and one step (on a CPU: what
@@ -55,9 +54,9 @@ class EngineConfig:
     to the newest request when blocks run out, "recompute" or "swap"; num_swap_blocks: blocks in host memory for the
     latter; None: 4 GiB. watermark: share of the pool that admission leaves free. max_blocks_per_seq: a request that
     could need more is refused; None: no cap. trace_blocks: keep all block tables of every step in the trace.
-    enable_prefix_caching: requests that begin alike share what is computed (see prefix_cache.py).
-    fused_kernels: kernels of our own beside attention. enforce_eager: True turns CUDA graphs off. async_scheduling:
-    plan a step while the last one runs. None: on where there is a GPU, and the first log line says what is not.
+    enable_prefix_caching: requests that begin alike share what is computed. tensor_parallel_size: processes that share
+    the model, each with a GPU of its own if there are any (see parallel.py). fused_kernels: our own, beside attention.
+    enforce_eager: no CUDA graphs. async_scheduling: plan a step while the last one runs. None: on with a GPU.
     """
 
     model: str
@@ -81,6 +80,7 @@ class EngineConfig:
     max_blocks_per_seq: int | None = None
     trace_blocks: bool = False
     enable_prefix_caching: bool = False
+    tensor_parallel_size: int = 1
     fused_kernels: bool | None = None
     enforce_eager: bool | None = None
     async_scheduling: bool | None = None

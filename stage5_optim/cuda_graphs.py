@@ -28,10 +28,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .batch import Scheduled
 from .config import ModelConfig
-from .staging import TableRows, layout, views
-from .step_inputs import StepInputs, as_inputs, empty_arrays, fill_rows
+from .staging import layout, views
+from .step_inputs import StepInputs, StepPlan, as_inputs, empty_arrays, fill_rows
 
 LAUNCHES_PER_LAYER = 10
 BYTES_PER_LAUNCH = 16384  # more than was seen on an H200: 0.15 GiB for all 23 graphs of Qwen3-0.6B, 0.23 GiB for 8B
@@ -80,11 +79,11 @@ class DecodeGraphs:
         at = bisect.bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) else None
 
-    def prepare(self, size: int, scheduled: list[Scheduled], tables: TableRows, block_size: int) -> StepInputs:
-        """Send a step to where the graph of that size reads its inputs."""
-        memory = self._memory[size]
+    def prepare(self, plan: StepPlan) -> StepInputs:
+        """Send a step to where the graph of its size reads its inputs."""
+        memory = self._memory[plan.size]
         arrays = memory.next_arrays()
-        fill_rows(arrays, scheduled, tables, block_size)
+        fill_rows(arrays, plan)
         memory.send()
         if self._graphs:
             return memory.inputs

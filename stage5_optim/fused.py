@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .kernels import gemv, rms_norm, silu_mul, store_qkv
-from .ops import MAX_GEMV_ROWS
+from .ops import MAX_GEMV_ROWS, embed
 from .sample_kernels import known_ids, sample
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 LONGEST_TINY = 6144  # numbers in all rows
 
-__all__ = ["known_ids", "linear", "linear_add", "norm_gate_up", "norm_linear", "rms_norm", "rotate_qkv", "sample"]
+__all__ = ["embed", "known_ids", "linear", "linear_add", "norm_gate_up", "norm_linear", "rms_norm", "rotate_qkv"]
+__all__ += ["sample"]
 
 
 def is_tiny(x: Tensor) -> bool:

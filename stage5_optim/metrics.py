@@ -37,6 +37,7 @@ class StepRecord:
     graph_replays: int = 0
     padding_tokens: int = 0  # rows of a graph that nobody needed
     discarded_tokens: int = 0  # computed after a stop that was seen late; not in `tokens`
+    all_reduces: int = 0  # sums over all ranks
     # With trace_blocks: seq_id -> its blocks in order, and seq_id -> its tokens that are written in them.
     block_tables: dict[str, list[int]] = field(default_factory=dict)
     computed_tokens: dict[str, int] = field(default_factory=dict)
@@ -69,6 +70,8 @@ class Metrics:
     prefix_hit_tokens: tokens of requests when they were admitted, and those of them found in cached blocks.
     graph_replays: steps that one CUDA graph ran; padding_tokens: the rows that filled those graphs up.
     discarded_tokens: computed after a stop that was seen late (async_scheduling); no other count of work has them.
+    all_reduces: sums over all ranks (tensor_parallel_size), two in each layer of a step and one for its embedding;
+    kv_bytes_per_token is then that of one rank.
     """
 
     steps: int = 0
@@ -90,6 +93,7 @@ class Metrics:
     graph_replays: int = 0
     padding_tokens: int = 0
     discarded_tokens: int = 0
+    all_reduces: int = 0
     trace: list[StepRecord] = field(default_factory=list)
 
     def record(self, record: StepRecord) -> None:
@@ -116,6 +120,7 @@ class Metrics:
             "graph_replays",
             "padding_tokens",
             "discarded_tokens",
+            "all_reduces",
         ):
             setattr(self, name, getattr(self, name) + getattr(record, name))
 

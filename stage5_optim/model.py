@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)  # [T, hidden]
+        x = self.ops.embed(input_ids, self.embed_tokens)  # [T, hidden]
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             x = layer(x, positions, self.cos_sin, kv, metadata)  # kv [2, num_blocks, block_size, kv_heads, head_dim]
         return self.ops.rms_norm(x, self.norm.weight, self.norm.eps)

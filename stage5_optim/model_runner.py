@@ -7,6 +7,9 @@ place in the cache comes from its sequence's block table, and blocks are copied 
 In stage 5 a step has two halves. `launch` gives the GPU its work and returns at once; `collect` waits for the sampled
 tokens. In between the CPU is free (pipeline.py says for what). The tokens stay on the device too, in `sampled`, where
 the next step may read them before the CPU knows them.
+
+With tensor parallelism every process has a model runner. The first one makes the plan of a step, a StepPlan, tells it
+to the others (`follow`), and samples.
 """
 
 import logging
@@ -23,10 +26,11 @@ from .config import SchedulerConfig
 from .cuda_graphs import DecodeGraphs
 from .kv_cache import KVCache, free_memory
 from .model import CausalLM
+from .parallel import OneRank
 from .sampling import Logprob, SamplingParams, sample, top_logprobs
 from .sequence import Sequence, SequenceGroup
 from .staging import Staging, TableRows
-from .step_inputs import StepInputs, as_inputs, build, count_pairs, last_rows, sampled_sequences
+from .step_inputs import StepInputs, StepPlan, as_inputs, count_pairs, last_rows, plan_step, sampled_sequences
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__package__)
@@ -50,6 +54,7 @@ class LaunchedStep:
     seqs: who gets a token; rows: for each of them the row of `sampled` where it is. token_ids: the host's copy of
     `sampled`, complete when the device has reached the event `done` (None: it has). logits [R, vocab]: kept if somebody
     wants logprobs. num_padding: rows that nobody needed, of the graph that was replayed; None without a graph.
+    all_reduces: sums over all ranks.
     """
 
     seqs: list[Sequence]
@@ -59,13 +64,15 @@ class LaunchedStep:
     logits: torch.Tensor | None
     attention_pairs: int
     num_padding: int | None
+    all_reduces: int
     seconds: dict[str, float]
 
 
 class ModelRunner:
     """Owns the model on its device and the KV cache. Takes a step's plan and returns the tokens sampled.
 
-    ops: ops.py, or fused.py with the same in fewer launches. max_num_seqs: most tokens sampled in one step.
+    ops: ops.py, or fused.py with the same in fewer launches. max_num_seqs: most tokens sampled in one step. ranks: who
+    shares the model. tokenizer: needed by the first of them alone.
     """
 
     def __init__(
@@ -73,17 +80,20 @@ class ModelRunner:
         model: CausalLM,
         kv_cache: KVCache | None,
         device: torch.device,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         ops: ModuleType = torch_ops,
         max_num_seqs: int = 256,
+        ranks: OneRank | None = None,
     ):
         self.model = model
         self.kv_cache = kv_cache
         self.device = device
         self.tokenizer = tokenizer
         self.ops = ops
+        self.ranks = ranks or OneRank()
         self.graphs: DecodeGraphs | None = None
         self._logits: torch.Tensor | None = None  # what graphs write them to
+        self._all_reduces_of_graph = 0  # that happen in a replay without any call
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # by row of the last step
         self._staging = Staging(device)
         self._tables = TableRows()
@@ -99,14 +109,16 @@ class ModelRunner:
         Except: what sampling.py does beyond the kernel, copies of blocks, and logprobs send small lists the slow way.
         """
         start = time.perf_counter()
-        self.kv_cache.move(batch.moves)
         scheduled, seqs = batch.scheduled, sampled_sequences(batch.scheduled)
-        pairs = count_pairs(scheduled)
+        pairs, all_reduces = count_pairs(scheduled), self.ranks.all_reduces
         size = self.graph_size(scheduled)
-        inputs = self.prepare(scheduled) if size is None else self.prepare_graph(size, scheduled)
+        plan = plan_step(scheduled, self._tables, self.kv_cache.block_size, size, batch.moves)
         rows = list(range(len(seqs))) if size is None else last_rows(scheduled)
-        prepared = time.perf_counter()
-        logits = self.forward(inputs) if size is None else self.graphs.replay(size, inputs)
+        with self.ranks.in_step():
+            self.ranks.send(plan)
+            inputs = self.prepare(plan)
+            prepared = time.perf_counter()
+            logits = self.compute(plan, inputs)
         forwarded = time.perf_counter()
         self.sample(logits, seqs, rows, inputs, is_sampled=size is not None and self.samples_in_graph)
         token_ids, done = self.send_to_host(rows[-1] + 1 if rows else 0)
@@ -115,13 +127,20 @@ class ModelRunner:
         seconds["sample"] = time.perf_counter() - forwarded
         padding = None if size is None else size - sum(item.num_tokens for item in scheduled)
         logits = logits[rows] if wants_logprobs else None  # a copy: the next step overwrites these
-        return LaunchedStep(seqs, rows, token_ids, done, logits, pairs, padding, seconds)
+        all_reduces = self.ranks.all_reduces - all_reduces
+        return LaunchedStep(seqs, rows, token_ids, done, logits, pairs, padding, all_reduces, seconds)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """A step that the first rank has planned, as all others carry it out: the same but for sampling."""
+        self.compute(plan, self.prepare(plan))
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait until the step is done, and read its tokens."""
         start = time.perf_counter()
         if step.done is not None:
             step.done.synchronize()
+        self.ranks.check()
         sampled = step.token_ids.tolist()
         token_ids = [sampled[row] for row in step.rows]
         for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
@@ -149,16 +168,22 @@ class ModelRunner:
             return None
         return self.graphs.fit(sum(item.num_tokens for item in scheduled))
 
-    def prepare(self, scheduled: list[Scheduled]) -> StepInputs:
-        """Inputs of this step, on their way to the device."""
-        arrays = build(scheduled, self._tables, self.kv_cache.block_size)
-        query_lens = [item.num_tokens for item in scheduled]
-        seq_lens = [item.seq.num_computed_tokens + item.num_tokens for item in scheduled]
-        return as_inputs(self._staging.upload(arrays), query_lens, seq_lens)
+    def prepare(self, plan: StepPlan) -> StepInputs:
+        """Move blocks, and send the inputs to the device; those of a graph to where it reads them."""
+        self.kv_cache.move(plan.moves)
+        if plan.size is not None:
+            return self.graphs.prepare(plan)
+        seq_lens = plan.arrays["seq_lens"].tolist()
+        return as_inputs(self._staging.upload(plan.arrays), plan.query_lens, seq_lens)
 
-    def prepare_graph(self, size: int, scheduled: list[Scheduled]) -> StepInputs:
-        """The same for a graph of that size: on their way to where it reads them."""
-        return self.graphs.prepare(size, scheduled, self._tables, self.kv_cache.block_size)
+    def compute(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
+        """The logits of a step, by a graph or as it is. Only the first rank has them all."""
+        if plan.needs_sampled:
+            self.ranks.broadcast(self.sampled)
+        if plan.size is None:
+            return self.forward(inputs)
+        self.ranks.all_reduces += self._all_reduces_of_graph
+        return self.graphs.replay(plan.size, inputs)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab]: only the last tokens' successors are unknown."""
@@ -179,16 +204,17 @@ class ModelRunner:
         """Record decode steps of these sizes. One memory for the logits of all: they are large."""
         start, free = time.perf_counter(), free_memory(self.device)
         width = min(-(-max_model_len // self.kv_cache.block_size), self.kv_cache.data.shape[2])
-        dtype = self.kv_cache.data.dtype
+        dtype, all_reduces = self.kv_cache.data.dtype, self.ranks.all_reduces
         with torch.inference_mode():
             self._logits = torch.empty(max(sizes), vocab_size, dtype=dtype, device=self.device)
             self.graphs = DecodeGraphs(self.decode, sizes, width, max_model_len, self.device)
+        self._all_reduces_of_graph = (self.ranks.all_reduces - all_reduces) // (2 * len(sizes))  # run, then recorded
         taken = (free - free_memory(self.device)) / 2**30
         logger.info(f"{len(sizes)} graphs up to {sizes[-1]} rows: {time.perf_counter() - start:.1f} s, {taken:.2f} GiB")
 
     @property
     def samples_in_graph(self) -> bool:
-        return self.ops is not torch_ops
+        return self.ops is not torch_ops and self.ranks.rank == 0
 
     def sample(
         self, logits: torch.Tensor, seqs: list[Sequence], rows: list[int], inputs: StepInputs, is_sampled: bool
@@ -214,12 +240,12 @@ class ModelRunner:
         done.record()
         return host, done
 
-    def peak_memory(self, batch: Batch) -> int:
-        """Bytes that one step needs on the GPU, beside weights and cache."""
+    def peak_memory(self, batch: Batch | None) -> int:
+        """Bytes that one step needs on the GPU, beside weights and cache. None: the step is the first rank's."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.run(batch)
+        self.run(batch) if batch is not None else self.follow(self.ranks.receive())
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_reserved(self.device) - before  # reserved: torch takes memory in large pieces
         torch.cuda.empty_cache()

@@ -113,6 +113,7 @@ class Pipeline:
         record = step_record(batch, self.scheduler, start, launched.attention_pairs, seconds, self.trace_blocks)
         if launched.num_padding is not None:
             record.graph_replays, record.padding_tokens = 1, launched.num_padding
+        record.all_reduces = launched.all_reduces
         seconds["postprocess"] = time.perf_counter() - begin
         return StepInFlight(batch, launched, record)
 

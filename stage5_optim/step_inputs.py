@@ -12,7 +12,7 @@ A CUDA graph has a fixed number of rows. `fill_rows` fills a step up with rows t
 nothing (length 0).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from .attention import AttentionMetadata
 from .batch import Scheduled
+from .block_manager import BlockMoves
 from .sequence import Sequence
 from .staging import TableRows
 
@@ -42,6 +43,37 @@ class StepInputs:
     seeds: torch.Tensor
     output_positions: torch.Tensor
     inverse_temperatures: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step in numbers: all that a process must know to compute it, whoever the sequences are.
+
+    arrays: see `build`. query_lens: tokens of each sequence. size: of the graph that runs the step; None: none does.
+    moves: blocks that are copied first.
+    """
+
+    arrays: dict[str, np.ndarray]
+    query_lens: list[int]
+    size: int | None = None
+    moves: BlockMoves = field(default_factory=BlockMoves)
+
+    @property
+    def needs_sampled(self) -> bool:
+        """Some tokens are still where the last step has put them."""
+        return bool((self.arrays["input_ids"] < 0).any())
+
+
+def plan_step(
+    scheduled: list[Scheduled],
+    tables: TableRows,
+    block_size: int,
+    size: int | None = None,
+    moves: BlockMoves | None = None,
+) -> StepPlan:
+    """The plan of a step. Its block table is valid until the next call."""
+    arrays = build(scheduled, tables, block_size)
+    return StepPlan(arrays, [item.num_tokens for item in scheduled], size, moves or BlockMoves())
 
 
 def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence]:
@@ -101,13 +133,13 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return np.concatenate(([0], lens.cumsum())).astype(np.int32)
 
 
-def fill_rows(arrays: dict[str, np.ndarray], scheduled: list[Scheduled], tables: TableRows, block_size: int) -> int:
+def fill_rows(arrays: dict[str, np.ndarray], plan: StepPlan) -> int:
     """Write a step into the arrays of a graph (see `empty_arrays`), every token as a row. Returns how many rows it has.
 
     A graph decodes: each row is one token with its own length and block table. The tokens of a piece of a prompt are
     rows with one table and lengths that grow by one; K and V of all rows are written before any row looks at them.
     """
-    step = build(scheduled, tables, block_size)
+    step = plan.arrays
     count, rows, block_table = len(step["input_ids"]), step["rows"], step["block_table"]
     for name in ("input_ids", "positions", "slot_mapping"):
         arrays[name][:count] = step[name]
@@ -118,7 +150,7 @@ def fill_rows(arrays: dict[str, np.ndarray], scheduled: list[Scheduled], tables:
         arrays[name][:] = 0
         arrays[name][rows] = step[name]
     if len(block_table) < count:
-        block_table = np.repeat(block_table, [item.num_tokens for item in scheduled], axis=0)
+        block_table = np.repeat(block_table, plan.query_lens, axis=0)
     arrays["block_table"][:count, : block_table.shape[1]] = block_table
     return count
 
