@@ -19,6 +19,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # None: as the model
 PREEMPTION_MODES = ("recompute", "swap")
 ATTENTION_BACKENDS = ("torch", "flash_attn", "triton")
 
@@ -54,8 +55,9 @@ class EngineConfig:
     to the newest request when blocks run out, "recompute" or "swap"; num_swap_blocks: blocks in host memory for the
     latter; None: 4 GiB. watermark: share of the pool that admission leaves free. max_blocks_per_seq: a request that
     could need more is refused; None: no cap. trace_blocks: keep all block tables of every step in the trace.
-    enable_prefix_caching: requests that begin alike share what is computed. tensor_parallel_size: processes that share
-    the model, each with a GPU of its own if there are any (see parallel.py). fused_kernels: our own, beside attention.
+    enable_prefix_caching: requests that begin alike share what is computed. kv_cache_dtype: "int8" or "fp8" keep K and
+    V in a byte each (see quantised_kv.py); "auto": as the model. tensor_parallel_size: processes that share the model,
+    each with a GPU of its own if there are any (see parallel.py). fused_kernels: our own, beside attention.
     enforce_eager: no CUDA graphs. async_scheduling: plan a step while the last one runs. None: on with a GPU.
     """
 
@@ -81,6 +83,7 @@ class EngineConfig:
     trace_blocks: bool = False
     enable_prefix_caching: bool = False
     tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
     fused_kernels: bool | None = None
     enforce_eager: bool | None = None
     async_scheduling: bool | None = None
@@ -95,6 +98,7 @@ class EngineConfig:
             raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id")
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         check_choice("attention_backend", self.attention_backend, (*ATTENTION_BACKENDS, None))
         check_choice("policy", self.policy, POLICIES)
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
@@ -195,14 +199,8 @@ class ModelConfig:
         return self.rope.max_positions(self.max_position_embeddings)
 
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED += ("max_position_embeddings",)
 
 
 def _check_supported(config: dict, family: str | None) -> None:
@@ -255,6 +253,7 @@ class Resolved:
     attention_reason: str  # why this backend: said in the first log line
     max_model_len: int
     block_size: int
+    kv_dtype: torch.dtype | None = None  # of a quantised KV cache
 
 
 def resolve_device(requested: str | None) -> torch.device:

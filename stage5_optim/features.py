@@ -40,7 +40,7 @@ class Features:
 def resolve_features(config: EngineConfig, resolved: Resolved, head_dim: int) -> Features:
     """What was asked for, else what a GPU can do. Raises ValueError for what was asked for and cannot be."""
     is_cuda = resolved.device.type == "cuda"
-    no_triton = triton_obstacle(resolved.device, resolved.dtype, head_dim, 16)
+    no_triton = triton_obstacle(resolved.device, resolved.dtype, head_dim, 16, resolved.kv_dtype)
     if config.fused_kernels and no_triton:
         raise ValueError(f"fused_kernels=True: {no_triton}; leave it out, or say False")
     fused = no_triton is None if config.fused_kernels is None else config.fused_kernels

@@ -21,6 +21,7 @@ from . import zoo
 from .attention import choose_backend, choose_block_size
 from .block_manager import BlockManager
 from .config import (
+    KV_CACHE_DTYPES,
     EngineConfig,
     ModelConfig,
     Resolved,
@@ -71,10 +72,11 @@ class LLM:
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
         dtype = resolve_dtype(self.config.dtype, model_config.dtype, device)
         requested, head_dim = self.config.attention_backend, model_config.head_dim
-        block_size = choose_block_size(self.config.block_size, requested, device, dtype, head_dim)
-        backend, reason = choose_backend(requested, device, dtype, head_dim, block_size)
+        kv_dtype = KV_CACHE_DTYPES[self.config.kv_cache_dtype]
+        block_size = choose_block_size(self.config.block_size, requested, device, dtype, head_dim, kv_dtype)
+        backend, reason = choose_backend(requested, device, dtype, head_dim, block_size, kv_dtype)
         max_model_len = resolve_max_model_len(self.config.max_model_len, model_config)
-        return Resolved(device, dtype, backend, reason, max_model_len, block_size)
+        return Resolved(device, dtype, backend, reason, max_model_len, block_size, kv_dtype)
 
     def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
         config, resolved = self.config, self.resolved
@@ -96,13 +98,13 @@ class LLM:
         return runner
 
     def _announce(self) -> None:
-        r = self.resolved
-        dtype = str(r.dtype).removeprefix("torch.")
+        r, dtype = self.resolved, str(self.resolved.dtype).removeprefix("torch.")
+        kv_dtype = "" if r.kv_dtype is None else f" in {self.config.kv_cache_dtype}"
         logger.info(
             f"{__package__}: {self.config.model} on {r.device} in {dtype}, attention {r.attention_backend} "
             f"({r.attention_reason}), up to {r.max_model_len} tokens, "
             f"{self.scheduler_config.policy} scheduling of up to {self.scheduler_config.max_num_seqs} sequences, "
-            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens, {self.features}"
+            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens{kv_dtype}, {self.features}"
             f"{f', {self.model_runner.ranks.size} ranks' if self.model_runner.ranks.size > 1 else ''}"
         )
 

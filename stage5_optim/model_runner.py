@@ -188,13 +188,13 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab]: only the last tokens' successors are unknown."""
         input_ids = self.ops.known_ids(inputs.input_ids, self.sampled)
-        hidden = self.model(input_ids, inputs.positions, self.kv_cache.data, inputs.metadata)  # [T, hidden]
+        hidden = self.model(input_ids, inputs.positions, self.kv_cache.layers, inputs.metadata)  # [T, hidden]
         return self.model.compute_logits(hidden[inputs.rows])
 
     def decode(self, inputs: StepInputs) -> torch.Tensor:
         """The step that graphs record: every row a token, and sampled where a kernel can. Logits [rows, vocab]."""
         input_ids = self.ops.known_ids(inputs.input_ids, self.sampled)
-        hidden = self.model(input_ids, inputs.positions, self.kv_cache.data, inputs.metadata)
+        hidden = self.model(input_ids, inputs.positions, self.kv_cache.layers, inputs.metadata)
         logits = self.model.compute_logits(hidden, out=self._logits[: len(hidden)])
         if self.samples_in_graph:
             self.sample_all(logits, inputs)
@@ -204,7 +204,7 @@ class ModelRunner:
         """Record decode steps of these sizes. One memory for the logits of all: they are large."""
         start, free = time.perf_counter(), free_memory(self.device)
         width = min(-(-max_model_len // self.kv_cache.block_size), self.kv_cache.data.shape[2])
-        dtype, all_reduces = self.kv_cache.data.dtype, self.ranks.all_reduces
+        dtype, all_reduces = self.model.lm_head.weight.dtype, self.ranks.all_reduces
         with torch.inference_mode():
             self._logits = torch.empty(max(sizes), vocab_size, dtype=dtype, device=self.device)
             self.graphs = DecodeGraphs(self.decode, sizes, width, max_model_len, self.device)

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import write_kv
+from .quantised_kv import KV
 from .sampling import gumbel_noise
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def store_qkv(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    kv: Tensor,
+    kv: KV,
     slot_mapping: Tensor,
 ) -> Tensor:
     """From the packed product to what attention needs: norm and rotate q and k, put k and v into their cache slots.
@@ -167,7 +168,7 @@ def rotate_qkv(
     cos_sin: Tensor,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
-    kv: Tensor,
+    kv: KV,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As store_qkv, but k and v come back, for attention to store. A fused kernel has done it, and returns None."""

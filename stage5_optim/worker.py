@@ -94,7 +94,8 @@ def memory_for_cache(setup: Setup, runner: ModelRunner) -> int:
     resolved, free = setup.resolved, free_memory(setup.resolved.device)
     if resolved.device.type == "cpu" or setup.config.num_kv_blocks is not None:
         return free // (2 * runner.ranks.size) if resolved.device.type == "cpu" else free
-    runner.kv_cache = KVCache(runner.ranks.shard.config(setup.model), 1, resolved.block_size, resolved.device)
+    part = runner.ranks.shard.config(setup.model)
+    runner.kv_cache = KVCache(part, 1, resolved.block_size, resolved.device, 0, resolved.kv_dtype)
     batch = largest_batch(setup.scheduler, resolved.max_model_len, resolved.block_size)
     peak = runner.peak_memory(batch if runner.ranks.rank == 0 else None)
     if setup.features.cuda_graphs:
@@ -111,7 +112,7 @@ def build_cache(setup: Setup, ranks: OneRank, room: int) -> KVCache:
     tokens = setup.scheduler.max_num_seqs * resolved.max_model_len
     num_blocks = plan_blocks(setup.config, part, resolved, ranks.minimum(room), tokens)
     num_swap_blocks = ranks.minimum(plan_swap_blocks(setup.config, part, resolved, num_blocks))
-    return KVCache(part, num_blocks, resolved.block_size, resolved.device, num_swap_blocks)
+    return KVCache(part, num_blocks, resolved.block_size, resolved.device, num_swap_blocks, resolved.kv_dtype)
 
 
 def serve(setup: Setup, ranks: Ranks) -> None:
