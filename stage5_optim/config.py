@@ -43,12 +43,10 @@ class EngineConfig:
     max_model_len: most tokens of prompt and output together; None takes what the model was made for.
     seed: makes requests without a seed of their own repeatable too; None draws them anew in each engine.
     load_format: "auto", or "dummy" for random weights of the right shapes. attention_backend: None chooses.
-
     policy: "mixed", "prefill_first" or "static" (see scheduler.py). max_num_seqs: sequences that run at the same time;
     None: 32 on a CPU, 256 on a GPU. max_num_batched_tokens: most tokens of a step; None: 2,048, or max_model_len where
     prompts must not be cut. max_num_prefills: most prompts under way at once; None: no limit. enable_chunked_prefill: a
     prompt may be cut to fit the budget; None: yes under "mixed", no under the other two.
-
     block_size: tokens per block of the KV cache; None: 256 where flash-attn is used, else 16. num_kv_blocks: blocks in
     the pool; None: what fits into gpu_memory_utilization of the GPU beside weights and one step (on a CPU: what
     max_num_seqs sequences of max_model_len need, up to 4 GiB or half of the free memory). preemption_mode: what happens
@@ -59,6 +57,7 @@ class EngineConfig:
     V in a byte each (see quantised_kv.py); "auto": as the model. tensor_parallel_size: processes that share the model,
     each with a GPU of its own if there are any (see parallel.py). fused_kernels: our own, beside attention.
     enforce_eager: no CUDA graphs. async_scheduling: plan a step while the last one runs. None: on with a GPU.
+    speculative: a SpeculativeConfig, to compute several tokens of a sequence in one step; None: off.
     """
 
     model: str
@@ -87,6 +86,7 @@ class EngineConfig:
     fused_kernels: bool | None = None
     enforce_eager: bool | None = None
     async_scheduling: bool | None = None
+    speculative: object | None = None  # features.py checks it
 
     @classmethod
     def from_options(cls, model: str, options: dict) -> "EngineConfig":

@@ -30,6 +30,7 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
+from .draft_model import make_proposer
 from .features import resolve_features
 from .intake import Intake, check_request_id, end_tokens
 from .metrics import Metrics
@@ -40,6 +41,7 @@ from .sampling import SamplingParams
 from .scheduler import Scheduler
 from .sequence import RequestOutput, SequenceGroup
 from .sharding import split
+from .speculative import make_speculator
 from .tokenizer import Tokenizer
 from .worker import Setup, build_runner, start_ranks
 
@@ -85,16 +87,17 @@ class LLM:
         setup = Setup(config, self.model_config, resolved, self.features, self.scheduler_config, files.weights)
         ranks = start_ranks(setup)
         with ranks.starting():
-            runner = build_runner(setup, ranks, self.tokenizer)
-        cache = runner.kv_cache
-        num_blocks, num_swap_blocks = cache.data.shape[2], len(cache.host)
-        self.block_manager = BlockManager(
-            num_blocks, resolved.block_size, num_swap_blocks, config.enable_prefix_caching
-        )
-        self.scheduler = Scheduler(self.scheduler_config, self.block_manager)
-        self.metrics.kv_bytes_per_token = cache.bytes_per_token
-        is_async, trace_blocks = self.features.async_scheduling, config.trace_blocks
-        self._pipeline = Pipeline(self.scheduler, runner, self.metrics, is_async, trace_blocks)
+            proposer = make_proposer(config, self.model_config, resolved)
+            runner = build_runner(setup, ranks, self.tokenizer, proposer)
+            num_blocks, num_swap_blocks = runner.kv_cache.data.shape[2], len(runner.kv_cache.host)
+            sizes = num_blocks, resolved.block_size, num_swap_blocks
+            self.block_manager = BlockManager(*sizes, config.enable_prefix_caching)
+            self.scheduler = Scheduler(self.scheduler_config, self.block_manager)
+            num_drafts = self.features.rows_per_seq - 1
+            speculator = make_speculator(proposer, num_drafts, self.block_manager, self.scheduler_config)
+        self.metrics.kv_bytes_per_token = runner.kv_cache.bytes_per_token
+        how = self.features.async_scheduling, config.trace_blocks, speculator
+        self._pipeline = Pipeline(self.scheduler, runner, self.metrics, *how)
         return runner
 
     def _announce(self) -> None:

@@ -15,7 +15,7 @@ to the others (`follow`), and samples.
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -29,6 +29,7 @@ from .model import CausalLM
 from .parallel import OneRank
 from .sampling import Logprob, SamplingParams, sample, top_logprobs
 from .sequence import Sequence, SequenceGroup
+from .speculative import Ahead, is_true
 from .staging import Staging, TableRows
 from .step_inputs import StepInputs, StepPlan, as_inputs, count_pairs, last_rows, plan_step, sampled_sequences
 from .tokenizer import Tokenizer
@@ -40,9 +41,10 @@ MAX_PAIRS_IN_GRAPH = 65_536  # query-key pairs of all pieces of prompts in a ste
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step brought: the sampled token per seq_id, its query-key pairs, and the seconds of each phase."""
+    """What a step brought: the sampled tokens per seq_id (one, and one more for each draft that was right), its
+    query-key pairs, and the seconds of each phase."""
 
-    token_ids: dict[str, int]
+    token_ids: dict[str, list[int]]
     attention_pairs: int
     seconds: dict[str, float]
 
@@ -57,7 +59,7 @@ class LaunchedStep:
     all_reduces: sums over all ranks.
     """
 
-    seqs: list[Sequence]
+    seqs: list[Sequence | Ahead]
     rows: list[int]
     token_ids: torch.Tensor
     done: torch.cuda.Event | None
@@ -141,14 +143,16 @@ class ModelRunner:
         if step.done is not None:
             step.done.synchronize()
         self.ranks.check()
-        sampled = step.token_ids.tolist()
-        token_ids = [sampled[row] for row in step.rows]
-        for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
+        sampled, token_ids = step.token_ids.tolist(), {}
+        for i, (seq, row) in enumerate(zip(step.seqs, step.rows, strict=True)):
+            found = token_ids.setdefault(seq.seq_id, [])
+            if not is_true(seq, found):
+                continue
+            found.append(sampled[row])
             if seq.params.logprobs is not None and not seq.is_finished:
-                seq.logprobs.append(self.describe(step.logits[row], token_id, seq.params.logprobs))
+                seq.logprobs.append(self.describe(step.logits[i], sampled[row], seq.params.logprobs))
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
-        by_id = {seq.seq_id: token_id for seq, token_id in zip(step.seqs, token_ids, strict=True)}
-        return StepResult(by_id, step.attention_pairs, seconds)
+        return StepResult(token_ids, step.attention_pairs, seconds)
 
     def settle(self) -> None:
         """Wait for all that the device has been given, whatever comes of it."""
@@ -160,11 +164,12 @@ class ModelRunner:
         """Of the graph that can run this step; None if none can: nobody forks, and there are not too many tokens.
 
         In a graph each token of a prompt reads its context by itself. With long ones the kernel for chunks, which reads
-        it once for many tokens, gains more than all the launches cost.
+        it once for many tokens, gains more than all the launches cost. Drafts are few, and do not count.
         """
         if self.graphs is None or any(item.forks for item in scheduled):
             return None
-        if count_pairs([item for item in scheduled if item.num_tokens > 1]) > MAX_PAIRS_IN_GRAPH:
+        pieces = [item for item in scheduled if item.num_tokens > 1 and not item.drafts]
+        if count_pairs(pieces) > MAX_PAIRS_IN_GRAPH:
             return None
         return self.graphs.fit(sum(item.num_tokens for item in scheduled))
 
@@ -217,7 +222,7 @@ class ModelRunner:
         return self.ops is not torch_ops and self.ranks.rank == 0
 
     def sample(
-        self, logits: torch.Tensor, seqs: list[Sequence], rows: list[int], inputs: StepInputs, is_sampled: bool
+        self, logits: torch.Tensor, seqs: list[Sequence | Ahead], rows: list[int], inputs: StepInputs, is_sampled: bool
     ) -> None:
         """Put the next tokens into `sampled`, unless the graph has done so and nobody asked for more than it can."""
         if seqs and (self.ops is torch_ops or any(map(needs_all, seqs))):
@@ -263,22 +268,24 @@ def slots(block_table: list[int], start: int, end: int, block_size: int) -> list
     return [block_table[p // block_size] * block_size + p % block_size for p in range(start, end)]
 
 
-def needs_all(seq: Sequence) -> bool:
+def needs_all(seq: Sequence | Ahead) -> bool:
     """It asks for more than the best sum of logits and noise: sampling.py can do it all."""
     p = seq.params
     return seq.needs_sorting or p.repetition_penalty != 1.0 or seq.num_output_tokens < p.min_tokens
 
 
-def largest_batch(config: SchedulerConfig, max_model_len: int, block_size: int) -> Batch:
+def largest_batch(config: SchedulerConfig, max_model_len: int, block_size: int, rows_per_seq: int = 1) -> Batch:
     """The step that needs most memory: as many tokens as the budget allows, in as many sequences, each sampled with all
-    that sampling can do, and one of them at the end of the longest context. All tokens lie in block 0."""
+    that sampling can do, and one of them at the end of the longest context. With drafts each has all the rows that it
+    may have. All tokens lie in block 0."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     count = min(-(-config.max_num_batched_tokens // num_seqs), max_model_len)
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
     batch = Batch(num_seqs * count)
     for i in range(num_seqs):
-        length = count if i else max_model_len
-        seq = Sequence(f"warm-up {i}", [0] * length, params, 0, (), 1, detokenizer=None)
+        length, drafts = count if i else max_model_len, [0] * (min(rows_per_seq, count) - 1)
+        seq = Sequence(f"warm-up {i}", [0] * (length - len(drafts)), params, 0, (), 1, detokenizer=None)
         seq.num_computed_tokens = length - count
         batch.add(SequenceGroup([seq]), seq, [0] * -(-length // block_size), may_cut=False)
+        batch.scheduled[-1] = replace(batch.scheduled[-1], num_tokens=count, drafts=drafts)
     return batch

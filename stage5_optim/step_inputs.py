@@ -8,12 +8,15 @@ All of it is computed with numpy over whole arrays: a Python loop over 16,000 to
     slot_mapping    where their K and V go: block_table[row, position // block_size] * block_size + rest
     rows            3                  of which tokens the successor is sampled: A is not complete
 
+Drafts (speculative.py) are computed behind the last token of a running text, each a token and a row to sample from.
+
 A CUDA graph has a fixed number of rows. `fill_rows` fills a step up with rows that write nowhere (slot -1) and read
 nothing (length 0).
 """
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -22,9 +25,11 @@ from .attention import AttentionMetadata
 from .batch import Scheduled
 from .block_manager import BlockMoves
 from .sequence import Sequence
+from .speculative import Ahead, sampled_of
 from .staging import TableRows
 
 MASK64 = 2**64 - 1
+DRAFTS, FORKS = attrgetter("drafts"), attrgetter("forks")
 
 
 @dataclass(frozen=True)
@@ -76,15 +81,23 @@ def plan_step(
     return StepPlan(arrays, [item.num_tokens for item in scheduled], size, moves or BlockMoves())
 
 
-def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence]:
+def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence | Ahead]:
     """Those that get a token in this step: they lack nothing any more. Samples that fork follow their first one."""
-    return [seq for item in scheduled if item.is_last_chunk for seq in (item.seq, *item.forks)]
+    return [seq for item in scheduled if item.is_last_chunk for seq in sampled_of(item)]
 
 
 def last_rows(scheduled: list[Scheduled]) -> list[int]:
-    """Of all tokens of a step, the last one of each sequence that lacks nothing any more."""
+    """Of all tokens of a step, the last one of each sequence that lacks nothing any more, and the drafts behind it. The
+    last one comes once more for each sample that forks."""
     ends = accumulate(item.num_tokens for item in scheduled)
-    return [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.is_last_chunk]
+    pairs = zip(ends, scheduled, strict=True)
+    if not any(map(DRAFTS, scheduled)) and not any(map(FORKS, scheduled)):  # nearly always: let it be fast
+        return [end - 1 for end, item in pairs if item.is_last_chunk]
+    rows: list[int] = []
+    for end, item in pairs:
+        if item.is_last_chunk:
+            rows += [*range(end - 1 - len(item.drafts), end), *[end - 1] * len(item.forks)]
+    return rows
 
 
 def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dict[str, np.ndarray]:
@@ -95,17 +108,17 @@ def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dic
     for item in scheduled:
         start = item.seq.num_computed_tokens
         token_ids += item.seq.token_ids[start : start + item.num_tokens]
+        token_ids += item.drafts
     ends = lens.cumsum()
     owner = np.repeat(np.arange(len(lens)), lens)  # [T], which sequence a token belongs to
     positions = np.arange(len(owner)) - (ends - lens - starts)[owner]
     block_table = tables.fill([item.block_table for item in scheduled])
     slot_mapping = block_table[owner, positions // block_size] * np.int64(block_size) + positions % block_size
-    samples = [(1 + len(item.forks)) * item.is_last_chunk for item in scheduled]
     return {
         "input_ids": np.array(token_ids, dtype=np.int64),
         "positions": positions,
         "slot_mapping": slot_mapping,
-        "rows": np.repeat(ends - 1, samples),
+        "rows": np.array(last_rows(scheduled), dtype=np.int64),
         **sampling_arrays(sampled_sequences(scheduled)),
         "cu_seqlens_q": offsets(lens),
         "cu_seqlens_k": offsets(starts + lens),
@@ -120,7 +133,7 @@ def count_pairs(scheduled: list[Scheduled]) -> int:
     return sum(count * start + count * (count + 1) // 2 for start, count in counts)
 
 
-def sampling_arrays(seqs: list[Sequence]) -> dict[str, np.ndarray]:
+def sampling_arrays(seqs: list[Sequence | Ahead]) -> dict[str, np.ndarray]:
     return {
         "seeds": np.array([seq.seed & MASK64 for seq in seqs], dtype=np.uint64).view(np.int64),
         "output_positions": np.array([seq.num_output_tokens for seq in seqs], dtype=np.int64),

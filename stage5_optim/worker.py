@@ -25,6 +25,7 @@ from .model_runner import ModelRunner, largest_batch
 from .parallel import OneRank, Ranks
 from .processes import Link, Parent, Started, Torchrun, leave_with
 from .sharding import split
+from .speculative import Proposer
 from .tokenizer import Tokenizer
 
 
@@ -38,6 +39,11 @@ class Setup:
     features: Features
     scheduler: SchedulerConfig
     weights: Path | None
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        sizes = graph_sizes(self.scheduler.max_num_seqs, self.features.rows_per_seq)
+        return sizes if self.features.cuda_graphs else []
 
 
 def start_ranks(setup: Setup) -> OneRank:
@@ -74,36 +80,39 @@ def make_ranks(setup: Setup, rank: int, link: Link) -> Ranks:
     return Ranks(shard, setup.model.vocab_size, setup.resolved.device, link)
 
 
-def build_runner(setup: Setup, ranks: OneRank, tokenizer: Tokenizer | None) -> ModelRunner:
-    """This rank's part of the model, with its cache and graphs. All ranks are in here at the same time."""
-    resolved, num_seqs = setup.resolved, setup.scheduler.max_num_seqs
+def build_runner(
+    setup: Setup, ranks: OneRank, tokenizer: Tokenizer | None = None, proposer: Proposer | None = None
+) -> ModelRunner:
+    """This rank's part of the model, with its cache and graphs. All ranks are in here at the same time. The first one
+    has a tokenizer, and it alone drafts."""
+    resolved, most = setup.resolved, setup.scheduler.max_num_seqs * setup.features.rows_per_seq
     shape = setup.model, BACKENDS[resolved.attention_backend], resolved.max_model_len, resolved.device
     seed, ops = setup.config.seed or 0, ranks.ops(setup.features.ops)
     model = checkpoint.build_model(*shape, setup.weights, seed, ops, ranks.shard)
-    runner = ModelRunner(model, None, resolved.device, tokenizer, setup.features.ops, num_seqs, ranks)
+    runner = ModelRunner(model, None, resolved.device, tokenizer, setup.features.ops, most, ranks)
     ranks.connect()
-    runner.kv_cache = build_cache(setup, ranks, memory_for_cache(setup, runner))
+    runner.kv_cache = build_cache(setup, ranks, memory_for_cache(setup, runner, proposer or Proposer()))
     if setup.features.cuda_graphs:
         vocab_size = setup.model.vocab_size if ranks.rank == 0 else 0  # the others keep no logits
-        runner.make_graphs(graph_sizes(num_seqs), resolved.max_model_len, vocab_size)
+        runner.make_graphs(setup.graph_sizes, resolved.max_model_len, vocab_size)
     return runner
 
 
-def memory_for_cache(setup: Setup, runner: ModelRunner) -> int:
+def memory_for_cache(setup: Setup, runner: ModelRunner, proposer: Proposer) -> int:
     """Bytes that the KV cache may take. On a GPU one step at the largest batch shows what the steps need."""
     resolved, free = setup.resolved, free_memory(setup.resolved.device)
     if resolved.device.type == "cpu" or setup.config.num_kv_blocks is not None:
         return free // (2 * runner.ranks.size) if resolved.device.type == "cpu" else free
     part = runner.ranks.shard.config(setup.model)
     runner.kv_cache = KVCache(part, 1, resolved.block_size, resolved.device, 0, resolved.kv_dtype)
-    batch = largest_batch(setup.scheduler, resolved.max_model_len, resolved.block_size)
+    lens = resolved.max_model_len, resolved.block_size, setup.features.rows_per_seq
+    batch = largest_batch(setup.scheduler, *lens)
     peak = runner.peak_memory(batch if runner.ranks.rank == 0 else None)
-    if setup.features.cuda_graphs:
-        width = resolved.max_model_len // resolved.block_size + 1
-        peak += graph_memory(setup.model, graph_sizes(setup.scheduler.max_num_seqs), width)
+    peak += graph_memory(setup.model, setup.graph_sizes, resolved.max_model_len // resolved.block_size + 1)
     free, total = torch.cuda.mem_get_info(resolved.device)
     own = torch.cuda.memory_allocated(resolved.device)
-    return kv_room(total, free, own, peak, setup.config.gpu_memory_utilization)
+    room = kv_room(total, free, own, peak, setup.config.gpu_memory_utilization)
+    return proposer.leave_room(room, setup.model, setup.graph_sizes)
 
 
 def build_cache(setup: Setup, ranks: OneRank, room: int) -> KVCache:
@@ -117,7 +126,7 @@ def build_cache(setup: Setup, ranks: OneRank, room: int) -> KVCache:
 
 def serve(setup: Setup, ranks: Ranks) -> None:
     """The life of a rank that is not the first."""
-    runner = build_runner(setup, ranks, tokenizer=None)
+    runner = build_runner(setup, ranks)
     while (plan := ranks.receive()) is not None:
         runner.follow(plan)
 
