@@ -108,7 +108,7 @@ class LLM:
             f"({r.attention_reason}), up to {r.max_model_len} tokens, "
             f"{self.scheduler_config.policy} scheduling of up to {self.scheduler_config.max_num_seqs} sequences, "
             f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens{kv_dtype}, {self.features}"
-            f"{f', {self.model_runner.ranks.size} ranks' if self.model_runner.ranks.size > 1 else ''}"
+            f"{self.model_runner.ranks.notes}"
         )
 
     def generate(

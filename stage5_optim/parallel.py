@@ -16,8 +16,9 @@ What it has sampled is sent to the others in front of the next step, if that ste
 known. In 16 bits every part is rounded before it is summed, so tokens may differ from those of one process where two
 logits are close; in fp32 and on small models they are equal.
 
-INFERENCE_STAGES_CHECK_RANKS=1 in the environment compares, step by step, what all ranks are about to compute.
-processes.py starts, watches and ends the processes.
+Sums of a decode step are small, and a general library is slow at them. quick_sum.py is faster where it can be used;
+INFERENCE_STAGES_QUICK_SUMS=0 in the environment turns it off. INFERENCE_STAGES_CHECK_RANKS=1 compares, step by step,
+what all ranks are about to compute. processes.py starts, watches and ends the processes.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from .quick_sum import QuickSum, make_quick_sum
 from .sharding import Shard
 from .step_inputs import StepPlan
 
@@ -47,6 +49,7 @@ class OneRank:
 
     rank, size = 0, 1
     is_closed = False
+    notes = ""  # what the first log line says of the ranks
 
     def __init__(self):
         self.shard = Shard()
@@ -64,8 +67,8 @@ class OneRank:
         """Around what all ranks do in a step."""
         return nullcontext()
 
-    def connect(self) -> None:
-        """All ranks can be reached when it returns."""
+    def connect(self, dtype: torch.dtype) -> None:
+        """All ranks can be reached when it returns. dtype: of what they sum."""
 
     def send(self, plan: StepPlan) -> None:
         """Tell the other ranks what is computed next."""
@@ -94,6 +97,7 @@ class Ranks(OneRank):
         self._device = device
         self._link = link
         self._group = None
+        self._quick_sum: QuickSum | None = None
         self._num_checked = 0 if os.environ.get(CHECK) == "1" else None
         self.is_closed = False
         weakref.finalize(self, link.end)  # an engine that nobody closes; and at the end of the program
@@ -102,8 +106,13 @@ class Ranks(OneRank):
         """The given ones, with sums where the parts meet."""
         return parallel_ops(ops, self)
 
-    def connect(self) -> None:
+    def connect(self, dtype: torch.dtype) -> None:
         self._group = self._link.connect(self.rank, self.size, self._device)
+        self._quick_sum, reason = make_quick_sum(self, self._link.store, dtype, self._device)
+        library = "NCCL" if self._device.type == "cuda" else "gloo"
+        self.notes = f", {self.size} ranks that sum by {f'{reason} and ' if self._quick_sum else ''}{library}"
+        if self._quick_sum is None:
+            self.notes += f" ({reason})"
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -137,8 +146,10 @@ class Ranks(OneRank):
         return plan
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """x becomes the sum of all ranks' x. Returns x."""
+        """The sum of all ranks' x, in a new tensor or in x itself."""
         self.all_reduces += 1
+        if self._quick_sum is not None and self._quick_sum.fits(x):
+            return self._quick_sum(x)
         self._group.allreduce([x]).wait()
         return x
 
@@ -168,7 +179,7 @@ class Ranks(OneRank):
             if self._group is not None and self._device.type == "cuda":
                 with suppress(RuntimeError):
                     self._group.abort()
-            self._group = None
+            self._group = self._quick_sum = None
 
     def _check_equal(self, plan: StepPlan) -> None:
         """With CHECK: raises RuntimeError if another rank is about to compute another step."""

@@ -43,7 +43,10 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
 
 
 class Link:
-    """How a rank talks to the others before and beside the sums: what the three kinds have in common."""
+    """How a rank talks to the others before and beside the sums: what the three kinds have in common. store: small
+    values that all ranks can read."""
+
+    store: dist.Store
 
     def send(self, message: bytes) -> None:
         """To all other ranks. Rank 0 alone."""
@@ -173,11 +176,11 @@ class Parent(Link):
 
     def __init__(self, pipe: Connection, port: int):
         self._pipe = pipe
-        self._store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
+        self.store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
 
     def connect(self, rank: int, size: int, device: torch.device) -> dist.Backend:
-        self._store.add("ready", 1)
-        return make_group(self._store, rank, size, device)
+        self.store.add("ready", 1)
+        return make_group(self.store, rank, size, device)
 
     def receive(self) -> bytes | None:
         try:
@@ -190,14 +193,14 @@ class Torchrun(Link):
     """Every rank was started by torchrun, perhaps on several machines; it ends all if one fails. Plans go by gloo."""
 
     def __init__(self, rank: int, size: int):
-        self._store, found_rank, found_size = next(dist.rendezvous("env://"))
+        self.store, found_rank, found_size = next(dist.rendezvous("env://"))
         assert (rank, size) == (found_rank, found_size)
         forever = timedelta(days=1000)  # nobody knows when the next request comes
-        self._plans = dist.ProcessGroupGloo(dist.PrefixStore("plans", self._store), rank, size, forever)
+        self._plans = dist.ProcessGroupGloo(dist.PrefixStore("plans", self.store), rank, size, forever)
         self._is_ended = rank > 0
 
     def connect(self, rank: int, size: int, device: torch.device) -> dist.Backend:
-        return make_group(self._store, rank, size, device)
+        return make_group(self.store, rank, size, device)
 
     def send(self, message: bytes) -> None:
         self._broadcast(torch.tensor([len(message)]))

@@ -90,7 +90,7 @@ def build_runner(
     seed, ops = setup.config.seed or 0, ranks.ops(setup.features.ops)
     model = checkpoint.build_model(*shape, setup.weights, seed, ops, ranks.shard)
     runner = ModelRunner(model, None, resolved.device, tokenizer, setup.features.ops, most, ranks)
-    ranks.connect()
+    ranks.connect(setup.resolved.dtype)
     runner.kv_cache = build_cache(setup, ranks, memory_for_cache(setup, runner, proposer or Proposer()))
     if setup.features.cuda_graphs:
         vocab_size = setup.model.vocab_size if ranks.rank == 0 else 0  # the others keep no logits

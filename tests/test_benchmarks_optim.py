@@ -41,7 +41,7 @@ def test_ablation_changes_one_thing_at_a_time(tmp_path):
     rows = measure("ablation", tmp_path, "--workload", "one", "--tokens", "8")["rows"]
     names = ["all on", "no CUDA graphs", "no fused kernels", "no async scheduling", "with prefix caching", "all off"]
     assert [row["name"] for row in rows] == names
-    assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 3]
+    assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 1, 1, 3]
     assert len({row["one"]["samples"][0]["ids_digest"] for row in rows}) == 1
     assert rows[4]["used_options"]["enable_prefix_caching"] is True
     assert rows[4]["one"]["samples"][0]["counters"]["prefix_hit_tokens"] == 0, "the warm-up's prompt must be forgotten"

@@ -27,6 +27,7 @@ from ..attention import attend_torch
 from ..checkpoint import build_model
 from ..config import ModelConfig
 from ..parallel import CHECK, fingerprint, parallel_ops
+from ..quick_sum import SWITCH
 from ..sharding import Shard, split
 from ..step_inputs import StepPlan
 from .helpers import engine_logprobs, make_checkpoint
@@ -521,3 +522,66 @@ def test_torchrun(folders, engines, tmp_path):
     done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert list(map(int, done.stdout.split())) == run(engines("qwen2", 1)), done.stderr
+
+
+# two GPUs
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+GPU_OPTIONS = dict(device="cuda", dtype="float32", max_model_len=64, num_kv_blocks=40, enable_prefix_caching=True)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list:
+    with LLM("tiny", **GPU_OPTIONS) as llm:
+        return answers(llm)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("quick", ["1", "0"])
+@pytest.mark.parametrize(
+    "more", [dict(), dict(enforce_eager=True), dict(kv_cache_dtype="auto", async_scheduling=False)]
+)
+def test_two_gpus_say_what_one_says(alone, monkeypatch, quick, more):
+    """With NCCL's sums and with quick ones, in graphs and without."""
+    monkeypatch.setenv(SWITCH, quick)
+    with LLM("tiny", tensor_parallel_size=2, **GPU_OPTIONS | more) as llm:
+        assert ("one kernel" in llm.model_runner.ranks.notes) == (quick == "1")
+        assert answers(llm) == alone
+        layers = llm.model_config.num_hidden_layers
+        assert llm.metrics.all_reduces == llm.metrics.steps * (2 * layers + 1)
+        assert bool(llm.metrics.graph_replays) == (not more.get("enforce_eager"))
+    assert not children()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("quick", ["1", "0"])
+def test_a_killed_rank_on_a_gpu_ends_all(monkeypatch, quick):
+    """Rank 0 waits for a sum on its GPU that never comes."""
+    monkeypatch.setenv(SWITCH, quick)
+    llm = LLM("tiny", tensor_parallel_size=2, **GPU_OPTIONS)
+    llm.add_request(COMMON, SamplingParams(**GREEDY, max_tokens=50))
+    llm.step()
+    children()[0].kill()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        while llm.has_unfinished_requests():
+            llm.step()
+    assert time.monotonic() - begin < 10
+    llm.close()
+    assert not children()
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("rows", [1, 3, 64, 300])
+def test_large_sums_go_to_nccl(rows):
+    """A prompt of so many tokens: the same logprobs as one GPU's."""
+    prompt = [3 + i % 97 for i in range(rows)]
+    options = dict(device="cuda", dtype="float32", max_model_len=512, num_kv_blocks=64)
+    with LLM("tiny", **options) as one, LLM("tiny", tensor_parallel_size=2, **options) as two:
+        wanted, found = engine_logprobs(one, prompt, 3), engine_logprobs(two, prompt, 3)
+    assert wanted[0] == found[0] and (wanted[1] - found[1]).abs().max() < 1e-3
