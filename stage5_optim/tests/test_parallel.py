@@ -541,9 +541,7 @@ def alone() -> list:
 @pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.parametrize("quick", ["1", "0"])
-@pytest.mark.parametrize(
-    "more", [dict(), dict(enforce_eager=True), dict(kv_cache_dtype="auto", async_scheduling=False)]
-)
+@pytest.mark.parametrize("more", [dict(), dict(enforce_eager=True), dict(async_scheduling=False)])
 def test_two_gpus_say_what_one_says(alone, monkeypatch, quick, more):
     """With NCCL's sums and with quick ones, in graphs and without."""
     monkeypatch.setenv(SWITCH, quick)
