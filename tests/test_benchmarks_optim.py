@@ -38,7 +38,7 @@ def test_speed_has_both_stages_and_workloads(tmp_path, monkeypatch):
 
 
 def test_ablation_changes_one_thing_at_a_time(tmp_path):
-    """Each row differs from "all on" in one option, the last in all; the same tokens come out of all that round alike."""
+    """Each row differs from "all on" in one option, the last in all; all that round alike make the same tokens."""
     rows = measure("ablation", tmp_path, "--workload", "one", "--tokens", "8")["rows"]
     names = ["all on", "no CUDA graphs", "no fused kernels", "no async scheduling", "with prefix caching"]
     names += ["with int8 KV", "with fp8 KV", "all off"]
