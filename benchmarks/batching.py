@@ -18,8 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .common import default_device, environment, results_folder, run_worker, stages, write_json
+from . import gates, roofline
+from .common import default_device, environment, publish, results_folder, run_in_turn, stages
 from .plots import draw_claims, draw_stalls, draw_throughput
+
+LESSON = "stage 3"
 
 BATCHING = [stage for stage in stages() if stage[5] >= "3"]
 
@@ -37,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     p.add_argument("--only", default="", help="only the rows whose name holds this text")
-    p.add_argument("--samples", type=int, default=1, help="runs per row, after a warm-up; the median counts")
+    p.add_argument(
+        "--samples", type=int, default=1, help="fresh processes per row, warmed up, in turn; the median counts"
+    )
     p.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="throughput: sequences at once")
     p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
@@ -104,20 +109,34 @@ WHAT = {
 DRAW = {"claims": draw_claims, "clock": draw_claims, "stalls": draw_stalls, "throughput": draw_throughput}
 
 
-def measure(args: argparse.Namespace) -> list[dict]:
-    """Every row in a fresh process, with a summary of what its requests saw."""
-    model = args.model or ("tiny" if args.what == "claims" else "smollm2-135m")
-    plan, measured = [r for r in WHAT[args.what](args) if args.only in r["name"]], []
-    with tqdm(total=len(plan), unit="row", desc=args.what) as bar:
-        for r in plan:
-            options = r["options"] | {"device": args.device, "dtype": args.dtype}
-            options |= {"load_format": "dummy"} if args.dummy else {}
-            job = {"model": model, "samples": args.samples} | {key: r[key] for key in ("workload", "arguments")}
-            job |= {"temperature": 0.6} if args.what == "requests256" else {}
-            result = run_worker(args.stage, job | {"options": options}, lambda tokens: None, "benchmarks.serve")
-            measured.append(r | summary(result) | {"result": result})
-            bar.update()
-    return measured
+def measure(args: argparse.Namespace, rows: list[dict]) -> list[dict]:
+    """Every row in fresh processes, one per sample, in turn; with a summary of what its requests saw."""
+    plan = [(args.stage, job_of(r, args)) for r in rows]
+    with tqdm(total=len(plan) * args.samples, unit="run", desc=args.what) as bar:
+        results = run_in_turn(plan, args.samples, bar, "benchmarks.serve")
+    rows = [r | summary(found) | {"result": found} for r, found in zip(rows, results, strict=True)]
+    return rows if args.what == "claims" else judged(rows, args.what)
+
+
+def judged(rows: list[dict], what: str) -> list[dict]:
+    """The rows with what is suspect about their times."""
+    found = [gates.wide_spread([[sample["seconds"] for sample in r["result"]["samples"]] for r in rows])]
+    if what == "throughput":
+        batches, speeds = [r["options"]["max_num_seqs"] for r in rows], [r["tokens_per_second"] for r in rows]
+        found.append(gates.slower_batch(batches, speeds))
+    return gates.mark(rows, *found)
+
+
+def model_of(args: argparse.Namespace) -> str:
+    return args.model or ("tiny" if args.what == "claims" else "smollm2-135m")
+
+
+def job_of(r: dict, args: argparse.Namespace) -> dict:
+    """What benchmarks.serve is told."""
+    options = r["options"] | {"device": args.device, "dtype": args.dtype}
+    options |= {"load_format": "dummy"} if args.dummy else {}
+    job = {"model": model_of(args), "options": options} | {key: r[key] for key in ("workload", "arguments")}
+    return job | ({"temperature": 0.6} if args.what == "requests256" else {})
 
 
 def summary(result: dict) -> dict:
@@ -169,8 +188,9 @@ def print_table(what: str, rows: list[dict], title: str) -> None:
     for key in SHOW[what]:
         table.add_column(COLUMNS[key][0], justify="right")
     for r in rows:
-        table.add_row(r["name"], *(COLUMNS[key][1].format(r[key]) for key in SHOW[what]))
+        table.add_row(gates.name(r, r["name"]), *(COLUMNS[key][1].format(r[key]) for key in SHOW[what]))
     Console(width=120).print(table)
+    gates.print_suspects(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,20 +198,20 @@ def main(argv: list[str] | None = None) -> int:
     args = cli.parse_args(argv)
     if args.samples < 1 or min(args.batches) < 1:
         cli.error("--samples and --batches must be at least 1")
-    if not any(args.only in r["name"] for r in WHAT[args.what](args)):
+    plan = [r for r in WHAT[args.what](args) if args.only in r["name"]]
+    if not plan:
         cli.error(f"--only {args.only!r} leaves no row of {args.what}")
-    rows = measure(args)
+    timed = args.what != "claims"  # where only counters matter there is no ceiling
+    card = {"roofline": roofline.show(model_of(args), args, roofline.points_of(plan))} if timed else {}
+    rows = measure(args, plan)
     device = args.device or default_device()
     env = environment(device)
-    model = args.model or ("tiny" if args.what == "claims" else "smollm2-135m")
+    model = model_of(args)
     job = {"model": model, "stage": args.stage, "samples": args.samples, "what": args.what}
-    document = {"environment": env, "job": job, "columns": SHOW[args.what], "rows": rows}
+    document = {"environment": env, "job": job} | card | {"columns": SHOW[args.what], "rows": rows}
     print_table(args.what, rows, f"{args.stage}, {model}, {rows[0]['result']['dtype']}, {env['device_name']}")
     out = args.out or results_folder(device)
-    write_json(out / f"batching-{args.what}.json", document)
-    if args.what in DRAW:
-        DRAW[args.what](document, out / f"batching-{args.what}.png")
-    print(f"Written: {out / f'batching-{args.what}.json'}")
+    publish(out / f"batching-{args.what}.json", document, DRAW.get(args.what))
     return 0
 
 

@@ -1,5 +1,6 @@
 """What every benchmark shares: which engines there are, where a number was measured, fresh processes, colours."""
 
+import importlib.util
 import json
 import platform
 import re
@@ -11,9 +12,13 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out"  # ignored by git; results to keep are written with --out benchmarks/results/...
 REFERENCE = "transformers"
+PEERS = ("nanovllm", "vllm")  # rows where they can be imported, never needed
+SAMPLED = ("nanovllm",)  # has no greedy decoding, so its tokens are not compared
 
 
 def stages() -> list[str]:
@@ -21,14 +26,21 @@ def stages() -> list[str]:
     return sorted(path.parent.name for path in ROOT.glob("stage[1-9]_*/__init__.py"))
 
 
+def peers() -> list[str]:
+    """The peers that are installed."""
+    return [name for name in PEERS if importlib.util.find_spec(name)]
+
+
 def engines() -> list[str]:
     """Every row of a comparison: what a user has today, then our stages."""
-    return [REFERENCE, *stages()]
+    return [REFERENCE, *peers(), *stages()]
 
 
 def colour(engine: str) -> str:
     """One fixed colour per engine, from the Okabe-Ito palette, which colour-blind readers can tell apart."""
     palette = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00"]
+    if engine in PEERS:
+        return {"nanovllm": "#999999", "vllm": "#56B4E9"}[engine]
     number = engine.removeprefix("stage")[0]
     return palette[int(number)] if number.isdigit() else palette[0]
 
@@ -58,9 +70,12 @@ def results_folder(device: str) -> Path:
 
 def environment(device: str) -> dict:
     """Where and with what a number was measured: it goes into every result file."""
+    import torch
+
     return {
         "device": device,
         "device_name": device_name(device),
+        "threads": torch.get_num_threads(),  # fewer than the cores where somebody set a limit
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *_without_out(sys.argv[1:])]),
         "commit": _commit(),
@@ -109,6 +124,35 @@ def run_worker(engine: str, job: dict, on_progress: Callable[[int], None], modul
     return result
 
 
+def run_in_turn(plan: list[tuple[str, dict]], rounds: int, bar: tqdm, module: str = "benchmarks.worker") -> list[dict]:
+    """Every (engine, job) of a plan once per round, each time in a fresh process; the order turns around every round.
+
+    Returns one result per entry, with the samples of all rounds, or for a peer that fails {"failure": why}. The bar
+    counts tokens as they are made, or runs, as its unit says.
+    """
+    results: list[dict | None] = [None] * len(plan)
+    for turn in range(rounds):
+        for i in range(len(plan))[:: 1 if turn % 2 == 0 else -1]:
+            engine, job = plan[i]
+            bar.set_postfix_str(label(engine))
+            try:
+                found = run_worker(engine, job | {"samples": 1}, lambda n: bar.update(n * (bar.unit == "tok")), module)
+            except RuntimeError as error:
+                if engine not in PEERS:
+                    raise
+                found = {"failure": str(error)}
+            results[i] = found if results[i] is None else joined(results[i], found)
+            bar.update(bar.unit == "run")
+    return results
+
+
+def joined(result: dict, more: dict) -> dict:
+    """One result with the samples of both; a failure stays one."""
+    if "failure" in result or "failure" in more:
+        return {"failure": result.get("failure") or more["failure"]}
+    return result | {"samples": result["samples"] + more["samples"]}
+
+
 def default_device() -> str:
     import torch
 
@@ -120,6 +164,33 @@ def write_json(path: Path, result: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, ensure_ascii=False)
     path.write_text(re.sub(r"\[\s*(-?[\d.][^\[\]{}\"]*?)\s*\]", _on_one_line, text) + "\n")
+
+
+BULKY = ("result", "results", "samples", "series", "takers", "prompts", "left_out")  # keys that only the file holds
+
+
+def brief(value: object) -> object:
+    """A result without what would not fit on a line: raw samples, and lists of more than 64 entries."""
+    if isinstance(value, dict):
+        return {key: brief(item) for key, item in value.items() if key not in BULKY or isinstance(item, int)}
+    if isinstance(value, list):
+        return [brief(item) for item in value] if len(value) <= 64 else f"{len(value)} entries, see the file"
+    return value
+
+
+def announce(path: Path, document: dict) -> None:
+    """The end of every measurement: where the files are, and as the last line the result in one line of JSON."""
+    picture = path.with_suffix(".png")
+    print(f"Written: {path}" + (f" and {picture}" if picture.exists() else ""))
+    print(json.dumps({"file": str(path)} | brief(document), ensure_ascii=False), flush=True)
+
+
+def publish(path: Path, document: dict, draw: Callable[[dict, Path], None] | None = None) -> None:
+    """Write the file, draw the figure beside it, announce both."""
+    write_json(path, document)
+    if draw:
+        draw(document, path.with_suffix(".png"))
+    announce(path, document)
 
 
 def _on_one_line(numbers: re.Match) -> str:

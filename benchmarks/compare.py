@@ -5,7 +5,9 @@
 
 All prompts are handed in at once; an engine that can serve only one sequence serves them one after the other. Each row
 runs in a fresh process, in several rounds of alternating order. A row's time is the median over the rounds; only ratios
-within one run mean anything. TTFT counts from the call. All rows must make the same tokens.
+within one run mean anything. TTFT counts from the call. All rows must make the same tokens. nano-vllm and vLLM are rows
+too where they can be imported; one that fails is left out with its reason. nano-vllm cannot decode greedily, so its
+tokens are not compared; neither says when its tokens came, so there is no TTFT.
 """
 
 import argparse
@@ -18,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from . import gap
-from .common import default_device, engines, environment, label, results_folder, run_worker, write_json
+from . import gap, gates, roofline
+from .common import SAMPLED, default_device, engines, environment, label, publish, results_folder, run_in_turn, stages
 from .plots import draw_compare
 
 PROMPTS = [
@@ -33,7 +35,8 @@ PROMPTS = [
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
-        description="The same prompts through every stage and through transformers, side by side.",
+        description="The same prompts through every stage and through transformers, side by side; "
+        "nanovllm and vllm are taken along if they can be imported.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--model", default="smollm2-135m", help="a name (smollm2-135m, tiny) or a folder")
@@ -49,27 +52,19 @@ def parser() -> argparse.ArgumentParser:
 def run_rounds(args: argparse.Namespace) -> dict[str, dict]:
     """Every engine `samples` times, each time in a fresh process; the order turns around after each round."""
     job = {name: getattr(args, name) for name in ("model", "device", "dtype", "max_tokens")}
-    job |= {"prompts": PROMPTS, "samples": 1}
-    results: dict[str, dict] = {}
+    job |= {"prompts": PROMPTS}
     total = args.samples * len(args.engines) * len(PROMPTS) * args.max_tokens
     with tqdm(total=total, unit="tok", desc="Comparing") as bar:
-        for round_number in range(args.samples):
-            for engine in args.engines[:: 1 if round_number % 2 == 0 else -1]:
-                bar.set_postfix_str(label(engine))
-                result = run_worker(engine, job, bar.update)
-                if engine in results:
-                    results[engine]["samples"] += result["samples"]
-                else:
-                    results[engine] = result
-    return {engine: results[engine] for engine in args.engines}
+        results = run_in_turn([(engine, job) for engine in args.engines], args.samples, bar)
+    return dict(zip(args.engines, results, strict=True))
 
 
 def summary(engine: str, result: dict) -> dict:
-    """One row of the table: medians over the samples, counters of the first (they do not vary)."""
+    """One row of the table: medians over the samples, counters of the first (they do not vary). None: not told."""
     counters = result["samples"][0]["counters"]
     seconds = median(sample["seconds"] for sample in result["samples"])
     tokens = sum(len(run["token_ids"]) for run in result["samples"][0]["runs"])
-    ttft = median(run["token_times"][0] for sample in result["samples"] for run in sample["runs"])
+    times = [run["token_times"] for sample in result["samples"] for run in sample["runs"]]
     per_token = counters.get("kv_bytes_per_token", 0)
     used = counters.get("kv_bytes_peak", per_token * counters.get("kv_tokens_used_peak", 0))
     reserved = counters.get("kv_bytes_peak", per_token * counters.get("kv_tokens_reserved_peak", 0))
@@ -78,10 +73,10 @@ def summary(engine: str, result: dict) -> dict:
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "ttft": ttft,
-        "tokens_forwarded": counters["tokens_forwarded"],
-        "kv_bytes_reserved": reserved,
-        "kv_bytes_used": used,
+        "ttft": median(t[0] for t in times) if all(times) else None,
+        "tokens_forwarded": counters.get("tokens_forwarded"),
+        "kv_bytes_reserved": reserved if counters else None,
+        "kv_bytes_used": used if counters else None,
         "dtype": result["dtype"],
         "attention_backend": result["attention_backend"],
     }
@@ -89,7 +84,10 @@ def summary(engine: str, result: dict) -> dict:
 
 def check_same(results: dict[str, dict], folder: Path) -> list[dict]:
     """Every output that differs from the first engine's, with the gap of the two best logits where they part."""
-    first, *others = results
+    greedy = [engine for engine in results if engine not in SAMPLED]
+    if not greedy:
+        return []
+    first, *others = greedy
     wanted = [run["token_ids"] for run in results[first]["samples"][0]["runs"]]
     differences = []
     for engine in (first, *others):
@@ -111,10 +109,25 @@ def print_table(rows: list[dict], title: str) -> None:
     for name in names:
         table.add_column(name, justify="left" if name == "engine" else "right")
     for row in rows:
-        numbers = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['ttft'] * 1000:.0f}"]
-        memory = [f"{row[key] / 2**20:.1f}" for key in ("kv_bytes_reserved", "kv_bytes_used")]
-        table.add_row(label(row["engine"]), str(row["tokens"]), *numbers, f"{row['tokens_forwarded']:,}", *memory)
+        numbers = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", cell(row["ttft"], "{:.0f}", 1000)]
+        memory = [cell(row[key], "{:.1f}", 2**-20) for key in ("kv_bytes_reserved", "kv_bytes_used")]
+        name, forwarded = gates.name(row, label(row["engine"])), cell(row["tokens_forwarded"], "{:,}")
+        table.add_row(name, str(row["tokens"]), *numbers, forwarded, *memory)
     Console(width=120).print(table)
+    gates.print_suspects(rows, "engine")
+
+
+def cell(value: float | None, form: str, unit: float = 1) -> str:
+    """A number of a table, or a dash where the engine does not tell it."""
+    return "-" if value is None else form.format(value * unit)
+
+
+def judged(results: dict[str, dict], max_tokens: int) -> list[dict]:
+    """The rows of the table, and what is suspect about them."""
+    rows = [summary(engine, result) for engine, result in results.items()]
+    seconds = [[sample["seconds"] for sample in result["samples"]] for result in results.values()]
+    length = max_tokens + min(len(ids) for result in results.values() for ids in result["prompt_token_ids"])
+    return gates.mark(rows, gates.slower_stage(rows, len(PROMPTS), length), gates.wide_spread(seconds))
 
 
 def print_agreement(differences: list[dict], count: int) -> bool:
@@ -131,32 +144,51 @@ def print_agreement(differences: list[dict], count: int) -> bool:
 
 def model_folder(model: str) -> Path:
     """The Hugging Face folder of the model; a missing model is a one-line error before any process starts."""
-    return importlib.import_module(f"{engines()[1]}.zoo").locate(model).weights
+    return importlib.import_module(f"{stages()[0]}.zoo").locate(model).weights
 
 
-def main(argv: list[str] | None = None) -> int:
+def split_failures(results: dict[str, dict]) -> tuple[dict[str, dict], dict[str, str]]:
+    """What was measured, and why which peer is left out."""
+    left_out = {engine: result["failure"] for engine, result in results.items() if "failure" in result}
+    return {engine: result for engine, result in results.items() if engine not in left_out}, left_out
+
+
+def print_notes(results: dict[str, dict], left_out: dict[str, str]) -> None:
+    for engine, why in left_out.items():
+        print(f"{engine} is left out: {why.strip().splitlines()[-1]}")
+    for engine in set(SAMPLED) & set(results):
+        print(f"{engine} has no greedy decoding: its tokens are not compared.")
+
+
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Path]:
+    """What was asked for, and the model's folder."""
     cli = parser()
     args = cli.parse_args(argv)
     if args.samples < 1 or args.max_tokens < 2:
         cli.error("--samples must be at least 1 and --max-tokens at least 2")
     try:
-        folder = model_folder(args.model)
+        return args, model_folder(args.model)
     except ValueError as error:
         cli.exit(2, f"{cli.prog}: {error}\n")
-    results = run_rounds(args)
-    rows = [summary(engine, result) for engine, result in results.items()]
-    device = args.device or default_device()
-    env = environment(device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, folder = arguments(argv)
+    points = [(1, args.max_tokens), (len(PROMPTS), args.max_tokens)]  # a little low: the prompts come on top
+    card = roofline.show(args.model, args, points)
+    results, left_out = split_failures(run_rounds(args))
+    print_notes(results, left_out)
+    if not results:
+        return 1
+    rows = judged(results, args.max_tokens)
+    env = environment(args.device or default_device())
     differences = check_same(results, folder)
-    title = f"{args.model}, {rows[0]['dtype']}, {env['device_name']}: {len(PROMPTS)} prompts at once"
-    print_table(rows, title)
-    same = print_agreement(differences, len(rows))
-    out = args.out or results_folder(device)
+    print_table(rows, f"{args.model}, {rows[0]['dtype']}, {env['device_name']}: {len(PROMPTS)} prompts at once")
+    same = print_agreement(differences, sum(engine not in SAMPLED for engine in results))
     job = {name: getattr(args, name) for name in ("model", "max_tokens", "samples")} | {"prompts": PROMPTS}
-    document = {"environment": env, "job": job, "rows": rows, "differences": differences, "results": results}
-    write_json(out / "compare.json", document)
-    draw_compare(document, out / "compare.png")
-    print(f"Written: {out / 'compare.json'} and {out / 'compare.png'}")
+    document = {"environment": env, "job": job, "roofline": card, "rows": rows, "differences": differences}
+    document |= {"left_out": left_out, "results": results}
+    publish((args.out or results_folder(env["device"])) / "compare.json", document, draw_compare)
     return 0 if same else 1
 
 

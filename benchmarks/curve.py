@@ -15,9 +15,23 @@ from statistics import median
 
 from tqdm import tqdm
 
-from .common import REFERENCE, default_device, engines, environment, label, results_folder, run_worker, write_json
+from . import gates, roofline
+from .common import (
+    REFERENCE,
+    default_device,
+    environment,
+    label,
+    publish,
+    results_folder,
+    run_in_turn,
+    run_worker,
+    stages,
+)
 from .plots import draw_curve
 
+LESSON = "stage 2"
+
+LINES = [REFERENCE, *stages()]
 POSITIONS = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
 
 
@@ -31,10 +45,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes; without transformers")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
-    p.add_argument("--samples", type=int, default=3, help="runs per engine; the median counts")
+    p.add_argument("--samples", type=int, default=3, help="fresh processes per engine, in turn; the median counts")
     p.add_argument("--positions", type=int, nargs="+", default=POSITIONS, help="where to measure")
     p.add_argument("--every-token", action="store_true", help="make all tokens up to the last position")
-    p.add_argument("--engines", nargs="+", default=engines()[:3], choices=engines(), help="lines of the figure")
+    p.add_argument("--engines", nargs="+", default=LINES[:3], choices=LINES, help="lines of the figure")
     p.add_argument("--name", default="curve", help="of the files: NAME.json and NAME.png")
     p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
@@ -48,17 +62,26 @@ def prompt(length: int) -> list[int]:
     return [3 + (i * 7) % 200 for i in range(length)]
 
 
-def measure_sampled(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
-    """Step times at each position, from short runs on prompts of that length."""
-    job = {name: getattr(args, name) for name in ("model", "device", "dtype", "samples", "load_format")}
+def measure_sampled(args: argparse.Namespace, bar: tqdm) -> list[dict]:
+    """Step times at each position, from short runs on prompts of that length; the engines take turns."""
+    job = {name: getattr(args, name) for name in ("model", "device", "dtype", "load_format")}
     job |= {"prompts": [prompt(p - 1) for p in args.positions], "max_tokens": STEPS}
-    result = run_worker(engine, job, bar.update)
+    plan = [(engine, job) for engine in args.engines]
+    results = run_in_turn(plan, args.samples, bar)
+    return [sampled_row(engine, found, args) for engine, found in zip(args.engines, results, strict=True)]
+
+
+def sampled_row(engine: str, result: dict, args: argparse.Namespace) -> dict:
     steps = [[_gaps(sample["runs"][i])[0] for sample in result["samples"]] for i in range(len(args.positions))]
     middle = [median(times) for times in steps]
     return _row(engine, result, args.positions, middle, steps, _integrate(args.positions, middle))
 
 
-def measure_every_token(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
+def measure_every_token(args: argparse.Namespace, bar: tqdm) -> list[dict]:
+    return [every_token(engine, args, bar) for engine in args.engines]
+
+
+def every_token(engine: str, args: argparse.Namespace, bar: tqdm) -> dict:
     """One run up to the last position; the times at the positions are read off it, their sum is measured."""
     start, end = 4, max(args.positions)
     job = {name: getattr(args, name) for name in ("model", "device", "dtype", "load_format")} | {"samples": 1}
@@ -88,6 +111,13 @@ def _row(engine: str, result: dict, positions: list[int], middle: list, steps: l
     }
 
 
+def wide_positions(rows: list[dict], every_token: bool) -> gates.Reasons:
+    """The widest spread of each row, if it is too wide. With --every-token there are no samples, but steps."""
+    if every_token:
+        return [[] for _ in rows]
+    return gates.wide_spread([max(row["samples"], key=gates.spread) for row in rows], "milliseconds at a position")
+
+
 def _integrate(positions: list[int], seconds: list[float]) -> list[float]:
     """Seconds for all tokens up to each position, by the trapezoid rule from position 0."""
     total, at, last = [], 0, seconds[0]
@@ -104,20 +134,24 @@ def main(argv: list[str] | None = None) -> int:
     if args.dummy:
         args.engines = [engine for engine in args.engines if engine != REFERENCE]
     measure = measure_every_token if args.every_token else measure_sampled
+    card = roofline.show(
+        args.model, args, [(1, position) for position in args.positions[:: len(args.positions) - 1 or 1]]
+    )
     per_engine = max(args.positions) if args.every_token else args.samples * len(args.positions) * STEPS
     with tqdm(total=per_engine * len(args.engines), unit="tok", desc="Curve") as bar:
-        rows = [measure(engine, args, bar) for engine in args.engines]
+        rows = measure(args, bar)
+    rows = gates.mark(rows, gates.slower_past(rows), wide_positions(rows, args.every_token))
     device = args.device or default_device()
     out, name = args.out or results_folder(device), args.name
     job = {"model": args.model, "every_token": args.every_token, "samples": args.samples}
-    document = {"environment": environment(device), "job": job, "rows": rows}
-    write_json(out / f"{name}.json", document)
-    draw_curve(document, out / f"{name}.png")
+    document = {"environment": environment(device), "job": job, "roofline": card, "rows": rows}
     for row in rows:
         last = row["positions"][-1]
         step, total = row["milliseconds"][-1], row["seconds_in_all"][-1]
-        print(f"{label(row['engine']):>14}: {step:8.2f} ms a token at {last}, {total:8.2f} s for all {last}")
-    print(f"Written: {out / name}.json and .png")
+        engine = gates.name(row, label(row["engine"]))
+        print(f"{engine:>18}: {step:8.2f} ms a token at {last}, {total:8.2f} s for all {last}")
+    gates.print_suspects(rows, "engine")
+    publish(out / f"{name}.json", document, draw_curve)
     return 0
 
 

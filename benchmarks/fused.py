@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from .common import ROOT, environment, results_folder, stages, write_json
+from .common import ROOT, announce, environment, results_folder, stages, write_json
+
+LESSON = "stage 5"
 
 BATCHES = (1, 2, 4, 8, 32, 256)
 EPS = 1e-6
@@ -413,7 +415,9 @@ def print_loss(model: str, rows: list[dict]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = argparse.ArgumentParser(
+        prog="python -m benchmarks.fused", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cli.add_argument("--stage", choices=STAGES, default=STAGES[-1] if STAGES else None)
     cli.add_argument("--only", default=",".join(PARTS), help="parts, with commas between: " + ", ".join(PARTS))
     cli.add_argument("--model", default="", help="only the models whose names contain this")
@@ -457,7 +461,8 @@ def main(argv: list[str] | None = None) -> int:
         rows += made
         write_json(file, {"environment": env, "job": job, "rows": rows})  # part by part: a crash keeps the others
         print_rows(made, f"{part}, bfloat16, {env['device_name']}")
-    print(f"Written: {file}, after {time.perf_counter() - start:.0f} s")
+    print(f"{time.perf_counter() - start:.0f} s")
+    announce(file, {"environment": env, "job": job, "rows": rows})
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .common import default_device, environment, results_folder, stages, write_json
+from .common import default_device, environment, publish, results_folder, stages
 
 STORY = "Write three sentences about the sea."
 SHORT = "What is the capital of France? Answer in one word."
@@ -77,19 +77,19 @@ def run(model: str, device: str | None) -> list[dict]:
     return rows
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.gallery", description="One prompt, many parameters.")
     p.add_argument("--model", default="smollm2-135m", help="a name or a folder")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--out", type=Path, help="folder for gallery.json; left out: out/cpu, out/h200, ...")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     device = args.device or default_device()
     rows = run(args.model, args.device)
     out = args.out or results_folder(device)
-    write_json(out / "gallery.json", {"environment": environment(device), "job": {"model": args.model}, "rows": rows})
     for row in rows:
         print(f"\n[{row['name']}] {row['tokens']} tokens, {row['finish_reason']}: {row['text']!r}")
-    print(f"\nWritten: {out / 'gallery.json'}")
+    document = {"environment": environment(device), "job": {"model": args.model}, "rows": rows}
+    publish(out / "gallery.json", document)
     return 0
 
 

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from . import workloads
-from .common import default_device, environment, results_folder, stages, write_json
+from . import roofline, workloads
+from .common import default_device, environment, publish, results_folder, stages
+
+LESSON = "stage 4"
 
 SLOTS, BLOCKS = (stage for stage in stages() if stage[5] in "34")
 
@@ -104,6 +106,7 @@ def print_table(found: list[dict], title: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     plan = rows(args)
+    card = roofline.show(args.model, args, [(args.requests, 900)])  # about what the 256 see on average
     runners = [Runner(row, args) for row in plan]
     with tqdm(desc="interleave", unit="step") as bar:
         while any([runner.step() for runner in runners]):  # a list: each one steps
@@ -113,8 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     print_table(found, f"{args.model}, {found[0]['dtype']}, {env['device_name']}")
     job = {"model": args.model, "what": "interleave", "requests": args.requests}
     out = args.out or results_folder(env["device"])
-    write_json(out / "interleave.json", {"environment": env, "job": job, "rows": found})
-    print(f"Written: {out / 'interleave.json'}")
+    publish(out / "interleave.json", {"environment": env, "job": job, "roofline": card, "rows": found})
     return 0
 
 

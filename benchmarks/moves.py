@@ -20,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .common import default_device, environment, results_folder, stages, write_json
+from .common import default_device, environment, publish, results_folder, stages
 from .plots_paged import draw_moves
+
+LESSON = "stage 4"
 
 (BLOCKS,) = (stage for stage in stages() if stage[5] == "4")
 BUDGET = 2048
@@ -158,9 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     document = {"environment": env, "job": job, "rows": rows, "pieces": pieces}
     print_table(rows, pieces, f"{rows[0]['dtype']}, {env['device_name']}")
     out = args.out or results_folder(device)
-    write_json(out / "paged-moves.json", document)
-    draw_moves(document, out / "paged-moves.png")
-    print(f"Written: {out / 'paged-moves.json'}")
+    publish(out / "paged-moves.json", document, draw_moves)
     return 0
 
 

@@ -6,13 +6,13 @@
     python -m benchmarks.optim parallel   # one process against two that share the model: ms per decode step
     python -m benchmarks.optim profile    # kernels, launches and busy time of a decode step
 
-All rows run in one process, each in a fresh engine that is closed before the next. Files: optim-NAME.json, written
-after each row, and optim-NAME.png. What prefix caching saves is measured by benchmarks.prefix.
+All rows run in one process, each in a fresh engine that is closed before the next (GPU time is short); --rounds builds
+them again in turned order. Files: optim-NAME.json, written after each row, and optim-NAME.png. What prefix caching
+saves is measured by benchmarks.prefix.
 """
 
 import argparse
 import ast
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +22,19 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
-from .common import default_device, environment, results_folder, stages, write_json
+from . import roofline
+from .common import PEERS, announce, default_device, environment, label, peers, results_folder, stages
 from .optim_engine import PROMPT, Engine, known_options, start_device, summary
+from .optim_file import joined, kept_rows, save
+from .optim_peers import measure_peer
 from .optim_profile import prepare_profiler, profile_decode
-from .optim_tables import columns_and_cells, print_profile, print_table
+from .optim_tables import print_profile, print_table
 from .plots_optim import DRAW
 
+LESSON = "stage 5"
+
 PAGED, OPTIM = (stage for stage in stages() if stage[5] in "45")
+ENGINES = [PAGED, OPTIM, *peers()]
 OFF = dict(enforce_eager=True, fused_kernels=False, async_scheduling=False)
 WARM_SHARE = 0.25  # of the outputs' lengths, in the run before the first that counts
 TIMES = """\
@@ -47,7 +53,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.optim",
-        description="What each optimisation of stage 5 is worth.",
+        description="What each optimisation of stage 5 is worth. speed takes nanovllm and vllm along if they import.",
         epilog=TIMES,
         formatter_class=Help,
     )
@@ -57,9 +63,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     p.add_argument("--workload", choices=["one", "many", "both"], default="both", help="speed, ablation: which")
-    p.add_argument("--stages", nargs="+", default=[PAGED, OPTIM], choices=[PAGED, OPTIM], help="speed: which engines")
+    p.add_argument("--stages", nargs="+", default=ENGINES, choices=ENGINES, help="speed: which engines")
     p.add_argument("--rows", nargs="+", default=[""], help="only the rows whose name holds one of these texts")
     p.add_argument("--repeats", type=int, default=3, help="runs per number, after a warm-up; the median counts")
+    p.add_argument("--rounds", type=int, default=1, help="all engines anew so many times, in turn; samples are joined")
     p.add_argument("--at-most", type=float, default=60.0, help="no further run begins after so many seconds of them")
     p.add_argument("--requests", type=int, default=256, help="many: the first so many of the 256")
     p.add_argument("--tokens", type=int, help="output tokens of a request; left out: one 512, waterfall 64")
@@ -92,8 +99,8 @@ def row(name: str, stage: str = OPTIM, env: dict[str, str] | None = None, **opti
 
 
 def speed_rows(args: argparse.Namespace) -> list[dict]:
-    """Each stage as it is by default."""
-    return [row(stage.removeprefix("stage").replace("_", " "), stage) for stage in args.stages]
+    """Each stage as it is by default, and the peers that are installed."""
+    return [row(label(stage), stage) for stage in args.stages]
 
 
 def ablation_rows(args: argparse.Namespace) -> list[dict]:
@@ -201,6 +208,9 @@ def measure(args: argparse.Namespace, plan: list[dict]) -> Iterator[dict]:
     for r in tqdm(plan, unit="row", desc=args.what):
         tqdm.write(f"{args.what}: {r['name']} ...", file=sys.stderr)
         try:
+            if r["stage"] in PEERS:
+                yield r | measure_peer(r, args)
+                continue
             with Engine(r, args, **common(args)) as engine:
                 found = what(engine, args)
                 found = engine.facts() | found
@@ -212,37 +222,23 @@ def measure(args: argparse.Namespace, plan: list[dict]) -> Iterator[dict]:
 
 def check(cli: argparse.ArgumentParser, args: argparse.Namespace, plan: list[dict]) -> None:
     """End with one line for what cannot be run."""
-    if min(args.repeats, args.requests, args.steps, *args.batches) < 1:
-        cli.error("--repeats, --requests, --steps and --batches must be at least 1")
+    if min(args.repeats, args.rounds, args.requests, args.steps, *args.batches) < 1:
+        cli.error("--repeats, --rounds, --requests, --steps and --batches must be at least 1")
     if args.tokens is not None and args.tokens < 4:
         cli.error("--tokens must be at least 4")
     if not plan:
         cli.error(f"--rows {args.rows!r} leaves no row of {args.what}")
-    known = {name for r in plan for name in known_options(r["stage"])}
+    known = {name for r in plan if r["stage"] not in PEERS for name in known_options(r["stage"])}
     if unknown := [name for name, _ in args.option if name not in known]:
         cli.error(f"--option {unknown[0]}: no such option of {plan[-1]['stage']}.LLM")
 
 
-def kept_rows(path: Path, document: dict, wanted: bool) -> list[dict]:
-    """Rows that the file holds already, if they are to be kept and were measured alike."""
-    if not wanted or not path.exists():
-        return []
-    old = json.loads(path.read_text())
-    same = old["job"] == document["job"] and old["environment"]["device_name"] == document["environment"]["device_name"]
-    if not same:
-        raise SystemExit(f"--keep: {path} was measured with another job or on another device")
-    return old["rows"]
-
-
-def save(path: Path, document: dict, new: dict, order: list[str]) -> None:
-    """Put a row in its place (or among the failed) and write the file."""
-    rows = [r for r in document["rows"] if r["name"] != new["name"]]
-    if "error" in new:
-        document["failed"].append(new)
-    else:
-        document["rows"] = sorted([*rows, new], key=lambda r: order.index(r["name"]))
-    document["columns"], document["cells"] = columns_and_cells(document)
-    write_json(path, document)
+def points(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """(batch, context) at which the roofline is drawn: the mean context of an output token."""
+    if args.what in ("waterfall", "profile"):
+        return [(batch, PROMPT + (args.tokens or 64) // 2) for batch in args.batches]
+    alone, many = (1, PROMPT + (args.tokens or 512) // 2), (min(args.requests, 256), 900)
+    return [point for name, point in (("one", alone), ("many", many)) if args.workload in (name, "both")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -260,18 +256,24 @@ def main(argv: list[str] | None = None) -> int:
     job = {
         name: getattr(args, name) for name in ("what", "model", "workload", "repeats", "requests", "tokens", "steps")
     }
-    job |= {"batches": args.batches, "option": dict(args.option)}
-    document = {"environment": environment(device), "job": job, "columns": {}, "cells": [], "rows": [], "failed": []}
+    job |= {"batches": args.batches, "option": dict(args.option)} | ({"rounds": args.rounds} if args.rounds > 1 else {})
+    document = {
+        "environment": environment(device),
+        "job": job,
+        "roofline": roofline.show(args.model, args, points(args)),
+    }
+    document |= {"columns": {}, "cells": [], "rows": [], "failed": []}
     path = (args.out or results_folder(device)) / f"optim-{args.what}.json"
     document["rows"] = kept_rows(path, document, args.keep)
     order = [r["name"] for r in WHAT[args.what][0](args)]
-    for measured in measure(args, plan):
-        save(path, document, measured, order)
+    for turn in range(args.rounds):
+        for measured in measure(args, plan[:: 1 if turn % 2 == 0 else -1]):
+            save(path, document, joined(document["rows"], measured) if turn else measured, order)
     return finish(args, document, path)
 
 
 def finish(args: argparse.Namespace, document: dict, path: Path) -> int:
-    """Table and figure. Exit status 1 if a row failed."""
+    """Table and figure. Exit status 1 if a row failed that is not a peer's."""
     if document["rows"]:
         print_table(document)
         if args.what == "profile":
@@ -280,8 +282,8 @@ def finish(args: argparse.Namespace, document: dict, path: Path) -> int:
             DRAW[args.what](document, path.with_suffix(".png"))
     for r in document["failed"]:
         Console(stderr=True).print(f"{r['name']} failed: {r['error']}", style="red", markup=False)
-    print(f"Written: {path}")
-    return 1 if document["failed"] else 0
+    announce(path, document)
+    return 1 if any(r["stage"] not in PEERS for r in document["failed"]) else 0
 
 
 if __name__ == "__main__":

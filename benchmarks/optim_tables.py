@@ -5,6 +5,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from . import gates
+
 Columns = list[tuple[str, Callable[[dict], str]]]
 
 
@@ -36,11 +38,11 @@ def columns_of_workloads(rows: list[dict], what: str) -> Columns:
         columns += {
             "speed": [
                 ("one: tokens/s", lambda r: spread(r["one"], "tokens_per_second", "{:,.0f}")),
-                ("decoding only", lambda r: number(r["one"]["decode_tokens_per_second"], "{:,.0f}")),
+                ("decoding only", lambda r: number(r["one"].get("decode_tokens_per_second"), "{:,.0f}")),
             ],
             "ablation": [("one: ms per step", lambda r: number(r["one"]["ms_per_step"], "{:.2f}"))],
         }[what]
-        columns += [("TTFT, ms", lambda r: number(r["one"]["ttft_ms"]))]
+        columns += [("TTFT, ms", lambda r: number(r["one"].get("ttft_ms")))]
         columns.append(ratio_column(rows, "one", "tokens_per_second" if what == "speed" else "ms_per_step"))
     if all("many" in row for row in rows):
         columns += {
@@ -117,8 +119,9 @@ def print_table(document: dict) -> None:
     for head in document["columns"].values():
         table.add_column(head, justify="right")
     for row, cells in zip(rows, document["cells"], strict=True):
-        table.add_row(row["name"], *cells)
+        table.add_row(gates.name(row, row["name"]), *cells)
     Console(width=130).print(table)
+    gates.print_suspects(rows)
 
 
 def print_profile(document: dict) -> None:

@@ -18,8 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .common import default_device, environment, results_folder, run_worker, stages, write_json
+from . import gates, roofline
+from .common import default_device, environment, publish, results_folder, run_in_turn, stages
 from .plots_paged import draw_capacity, draw_memory, draw_story, draw_thrash
+
+LESSON = "stage 4"
 
 SLOTS, BLOCKS = (stage for stage in stages() if stage[5] in "34")
 BLOCK = 16
@@ -37,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     p.add_argument("--only", nargs="+", default=[""], help="only the rows whose name holds one of these texts")
-    p.add_argument("--samples", type=int, default=1, help="runs per row, after a warm-up; the median counts")
+    p.add_argument(
+        "--samples", type=int, default=1, help="fresh processes per row, warmed up, in turn; the median counts"
+    )
     p.add_argument("--out", type=Path, help="folder for the files; left out: out/cpu, out/h200, ...")
     return p
 
@@ -120,19 +125,22 @@ def planned(args: argparse.Namespace) -> list[dict]:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Every row in a fresh process, with a summary."""
-    plan, measured = planned(args), []
-    with tqdm(total=len(plan), unit="row", desc=args.what) as bar:
-        for r in plan:
-            options = r["options"] | {"device": args.device, "dtype": args.dtype}
-            options |= {"load_format": "dummy"} if args.dummy else {}
-            job = {"model": args.model, "samples": args.samples, "series": True, "temperature": 0.6}
-            job |= {"options": options, "slice_steps": r.get("slice_steps", 0)}
-            job |= {key: r[key] for key in ("workload", "arguments")}
-            result = run_worker(r["stage"], job, lambda tokens: None, "benchmarks.serve")
-            measured.append(r | summary(result) | {"result": without_requests(result)})
-            bar.update()
-    return measured
+    """Every row in fresh processes, one per sample, in turn; with a summary."""
+    rows = planned(args)
+    plan = [(r["stage"], job_of(r, args)) for r in rows]
+    with tqdm(total=len(plan) * args.samples, unit="run", desc=args.what) as bar:
+        results = run_in_turn(plan, args.samples, bar, "benchmarks.serve")
+    seconds = [[sample["seconds"] for sample in found["samples"]] for found in results]
+    rows = [r | summary(found) | {"result": without_requests(found)} for r, found in zip(rows, results, strict=True)]
+    return gates.mark(rows, gates.wide_spread(seconds)) if is_timed(args) else rows
+
+
+def job_of(r: dict, args: argparse.Namespace) -> dict:
+    """What benchmarks.serve is told."""
+    options = r["options"] | {"device": args.device, "dtype": args.dtype}
+    options |= {"load_format": "dummy"} if args.dummy else {}
+    job = {"model": args.model, "series": True, "temperature": 0.6, "slice_steps": r.get("slice_steps", 0)}
+    return job | {"options": options} | {key: r[key] for key in ("workload", "arguments")}
 
 
 def without_requests(result: dict) -> dict:
@@ -190,9 +198,13 @@ def cell(key: str, value: float) -> str:
     return COLUMNS[key][1].format(value / 2**20 if key.startswith("kv_bytes") else value)
 
 
+def is_timed(args: argparse.Namespace) -> bool:
+    """With `tiny`, whose steps cost next to nothing, only what is counted matters."""
+    return args.model != "tiny"
+
+
 def shown(args: argparse.Namespace) -> list[str]:
-    """The columns of a table; with `tiny`, whose steps cost next to nothing, only what is counted."""
-    return [key for key in SHOW[args.what] if args.model != "tiny" or key != "tokens_per_second"]
+    return [key for key in SHOW[args.what] if is_timed(args) or key != "tokens_per_second"]
 
 
 def print_table(document: dict, title: str) -> None:
@@ -201,8 +213,9 @@ def print_table(document: dict, title: str) -> None:
     for name in document["columns"].values():
         table.add_column(name, justify="right")
     for r, cells in zip(document["rows"], document["cells"], strict=True):
-        table.add_row(r["name"], *cells)
+        table.add_row(gates.name(r, r["name"]), *cells)
     Console(width=120).print(table)
+    gates.print_suspects(document["rows"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -212,18 +225,17 @@ def main(argv: list[str] | None = None) -> int:
         cli.error("--samples must be at least 1")
     if not planned(args):
         cli.error(f"--only {args.only!r} leaves no row of {args.what}")
+    card = {"roofline": roofline.show(args.model, args, roofline.points_of(planned(args)))} if is_timed(args) else {}
     rows = measure(args)
     device = args.device or default_device()
     env = environment(device)
     job = {"model": args.model, "samples": args.samples, "what": args.what}
     columns = {key: COLUMNS[key][0] for key in shown(args)}
     cells = [[cell(key, r[key]) for key in columns] for r in rows]
-    document = {"environment": env, "job": job, "columns": columns, "cells": cells, "rows": rows}
+    document = {"environment": env, "job": job} | card | {"columns": columns, "cells": cells, "rows": rows}
     print_table(document, f"{args.model}, {rows[0]['result']['dtype']}, {env['device_name']}")
     out = args.out or results_folder(device)
-    write_json(out / f"paged-{args.what}.json", document)
-    DRAW[args.what](document, out / f"paged-{args.what}.png")
-    print(f"Written: {out / f'paged-{args.what}.json'}")
+    publish(out / f"paged-{args.what}.json", document, DRAW[args.what])
     return 0
 
 

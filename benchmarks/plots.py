@@ -29,7 +29,7 @@ def draw_compare(document: dict, path: Path) -> None:
     ]
     fig, axes = plt.subplots(1, len(panels), figsize=(11, 1.2 + 0.55 * len(rows)), sharey=True)
     for axis, (key, title, unit) in zip(axes, panels, strict=True):
-        values = [row[key] / unit for row in rows]
+        values = [(row[key] or 0) / unit for row in rows]
         bars = axis.barh([label(row["engine"]) for row in rows], values, color=[colour(row["engine"]) for row in rows])
         axis.bar_label(
             bars, [f"{value:,.0f}" if key == "tokens_forwarded" else f"{value:,.1f}" for value in values], padding=3
@@ -40,6 +40,27 @@ def draw_compare(document: dict, path: Path) -> None:
     axes[0].invert_yaxis()
     fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
     fig.tight_layout(rect=(0, 0.05, 1, 1))
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def draw_load(document: dict, path: Path) -> None:
+    """The share of requests (of gaps between tokens) that saw at most so many milliseconds. One style per rate."""
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    styles = dict(zip(document["job"]["rates"], ["-", "--", ":", "-."] * 4, strict=False))
+    titles = {"ttft_ms": "milliseconds to the first token", "itl_ms": "milliseconds between two tokens"}
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for row in document["rows"]:
+            values = row[key]
+            shares = [(i + 1) / len(values) for i in range(len(values))]
+            look = dict(color=colour(row["stage"]), linestyle=styles[row["rate"]], label=row["name"])
+            axis.step(values, shares, where="post", **look)
+        axis.set(xlabel=title, xscale="log", ylim=(0, 1.02))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("share that saw at most so much")
+    axes[1].legend(fontsize=7, frameon=False)
+    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
+    fig.tight_layout(rect=(0, 0.04, 1, 1))
     fig.savefig(path, dpi=130)
     plt.close(fig)
 

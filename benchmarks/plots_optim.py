@@ -3,6 +3,7 @@
 python -m benchmarks.plots_optim out/h200/optim-ablation.json     # draw a figure again, or that of a run cut short
 """
 
+import argparse
 import json
 import sys
 from itertools import pairwise
@@ -13,6 +14,8 @@ import matplotlib.pyplot as plt
 from .common import colour, stages
 from .optim_tables import speed_ratio
 from .plots import caption
+
+LESSON = "stage 5"
 
 PAGED, OPTIM = (colour(stage) for stage in stages() if stage[5] in "45")
 GREY, SLOWER = "#999999", "#D55E00"
@@ -156,12 +159,15 @@ DRAW = {"peers": draw_peers, "speed": draw_speed, "ablation": draw_ablation, "wa
 DRAW["parallel"] = draw_parallel
 
 
-def main(paths: list[str]) -> None:
-    for path in map(Path, paths):
+def main(argv: list[str] | None = None) -> int:
+    cli = argparse.ArgumentParser(prog="python -m benchmarks.plots_optim", description=__doc__.partition("\n")[0])
+    cli.add_argument("paths", nargs="+", type=Path, metavar="FILE.json", help="result files; FILE.png is drawn anew")
+    for path in cli.parse_args(argv).paths:
         document = json.loads(path.read_text())
         DRAW[document["job"]["what"]](document, path.with_suffix(".png"))
         print(f"Drawn: {path.with_suffix('.png')}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

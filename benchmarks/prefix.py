@@ -20,8 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .common import default_device, environment, results_folder, stages, write_json
+from . import roofline
+from .common import default_device, environment, publish, results_folder, stages
 from .plots_prefix import draw_claims, draw_ttft
+
+LESSON = "stage 5"
 
 STAGE = stages()[-1]
 BLOCK = 16
@@ -95,9 +98,13 @@ def claims(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def lengths_of(args: argparse.Namespace) -> list[int]:
+    return args.lengths or [128, 512, 1024] + ([] if args.model == "tiny" else [2048])
+
+
 def ttft(args: argparse.Namespace) -> list[dict]:
     """Time to the first token of a prompt that is new, and of the same prompt again: all but its end is cached."""
-    lengths = args.lengths or [128, 512, 1024] + ([] if args.model == "tiny" else [2048])
+    lengths = lengths_of(args)
     options = dict(max_num_seqs=32, max_num_batched_tokens=max(lengths), block_size=args.block_size or None)
     package, llm = engine(args, True, args.model, **options)
     params, rows = package.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), []
@@ -126,21 +133,25 @@ def host(args: argparse.Namespace) -> list[dict]:
     """Seconds of `schedule` per decode step, with caching and without, when nothing is ever found."""
     rows = []
     for count in (1, 8, 64, 256):
-        found = {}
-        for caching in (False, True):
-            package, llm = engine(args, caching, num_kv_blocks=count * 20, max_num_seqs=count)
-            params = package.SamplingParams(temperature=0.0, max_tokens=65, ignore_eos=True)
-            times = []
-            for sample in range(args.samples + 1):
-                llm.metrics.reset()
-                llm.generate(prompts(count, 0, 64, seed=sample), params, use_tqdm=False)
-                decode = [record.seconds["schedule"] for record in llm.metrics.trace if record.decode_tokens == count]
-                times.append(sum(decode) / len(decode))
-            found[caching] = 1e6 * median(times[1:])
+        engines = [engine(args, caching, num_kv_blocks=count * 20, max_num_seqs=count)[1] for caching in (False, True)]
+        times = []  # of each sample: without and with caching, in turn
+        for sample in range(args.samples + 1):
+            turn = 1 if sample % 2 == 0 else -1
+            times.append([schedule_us(llm, count, sample) for llm in engines[::turn]][::turn])
+        off, on = (median(column) for column in zip(*times[1:], strict=True))
+        rows.append({"name": f"{count} sequences", "off_us": off, "on_us": on, "added_us": on - off})
+        for llm in engines:
             llm.close()
-        rows.append({"name": f"{count} sequences", "off_us": found[False], "on_us": found[True]})
-        rows[-1]["added_us"] = found[True] - found[False]
     return rows
+
+
+def schedule_us(llm, count: int, seed: int) -> float:
+    """Mean microseconds of `schedule` over the steps in which all sequences decode."""
+    params = importlib.import_module(STAGE).SamplingParams(temperature=0.0, max_tokens=65, ignore_eos=True)
+    llm.metrics.reset()
+    llm.generate(prompts(count, 0, 64, seed=seed), params, use_tqdm=False)
+    decode = [record.seconds["schedule"] for record in llm.metrics.trace if record.decode_tokens == count]
+    return 1e6 * sum(decode) / len(decode)
 
 
 WHAT = {"claims": claims, "ttft": ttft, "host": host}
@@ -176,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.samples < 1 or min(args.lengths or [1]) < 1 or args.block_size < 0:
         cli.error("--samples and --lengths must be at least 1, --block-size at least 0")
     start = time.perf_counter()
+    card = {"roofline": roofline.show(args.model, args, [], lengths_of(args))} if args.what == "ttft" else {}
     rows = WHAT[args.what](args)
     columns = COLUMNS[args.what]
     cells = [[form.format(r[key]) for key, (_, form) in columns.items()] for r in rows]
@@ -184,7 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     job = {"model": args.model, "samples": args.samples, "what": args.what, "stage": STAGE}
     dtype = rows[0].get("dtype", "float32")
     rows = [r | {"dtype": dtype} for r in rows]
-    document = {"environment": env, "job": job, "columns": dict(enumerate(heads)), "cells": cells, "rows": rows}
+    document = {"environment": env, "job": job} | card
+    document |= {"columns": dict(enumerate(heads)), "cells": cells, "rows": rows}
     table = Table(title=f"{STAGE}, {args.model}, {env['device_name']}")
     table.add_column("row")
     for head in heads:
@@ -193,10 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(r["name"], *line)
     Console(width=120).print(table)
     out = args.out or results_folder(device)
-    write_json(out / f"prefix-{args.what}.json", document)
-    if args.what in DRAW:
-        DRAW[args.what](document, out / f"prefix-{args.what}.png")
-    print(f"Written: {out / f'prefix-{args.what}.json'} ({time.perf_counter() - start:.0f} s)")
+    print(f"{time.perf_counter() - start:.0f} s")
+    publish(out / f"prefix-{args.what}.json", document, DRAW.get(args.what))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Serve a workload with one engine in a fresh process, and report what each request saw. Called by benchmarks.batching.
+"""Serve a workload with one engine in a fresh process, and report what each request saw. Called by other benchmarks.
 
     python -m benchmarks.serve stage3_batching '{"model": "tiny", "workload": "short_and_long", "options": {}, ...}'
 
@@ -13,7 +13,7 @@ import time
 from itertools import accumulate, pairwise
 
 from . import workloads
-from .worker import emit
+from .worker import emit, own_stdout
 
 
 def drive(llm, params: list, requests: list[workloads.Request], clock: str, series_wanted: bool = False) -> dict:
@@ -23,15 +23,19 @@ def drive(llm, params: list, requests: list[workloads.Request], clock: str, seri
     """
     llm.metrics.reset()
     start, outputs, todo = time.perf_counter(), {}, list(zip(requests, params, strict=True))
-    arrived, refused, announced = {}, [], 0
+    arrived, due, refused, announced = {}, {}, [], 0
     while todo or llm.has_unfinished_requests():
         now = llm.metrics.steps if clock == "steps" else time.perf_counter() - start
         while todo and (todo[0][0].arrival <= now or (clock == "steps" and not llm.has_unfinished_requests())):
             request, sampling = todo.pop(0)
             try:
-                arrived[llm.add_request(request.prompt, sampling)] = llm.metrics.steps
+                request_id = llm.add_request(request.prompt, sampling)
+                arrived[request_id], due[request_id] = llm.metrics.steps, start + request.arrival
             except ValueError as error:
                 refused.append(str(error))
+        if not llm.has_unfinished_requests():  # only by the clock: nobody is there, and the next is not due
+            time.sleep(max(0.0, todo[0][0].arrival - (time.perf_counter() - start)) if todo else 0)
+            continue
         outputs |= {output.request_id: output for output in llm.step()}
         if llm.metrics.decode_tokens - announced >= 500:
             emit({"tokens": llm.metrics.decode_tokens - announced})
@@ -41,9 +45,18 @@ def drive(llm, params: list, requests: list[workloads.Request], clock: str, seri
     phases = {phase: sum(record.seconds[phase] for record in trace) for phase in trace[0].seconds}
     work = list(accumulate(sum(record.tokens.values()) for record in trace))
     seen = [what_it_saw(trace, work, request_id, step, outputs[request_id]) for request_id, step in arrived.items()]
+    if clock == "seconds":
+        pairs = zip(seen, due.items(), strict=True)
+        seen = [what | by_the_clock(outputs[request_id].metrics, at) for what, (request_id, at) in pairs]
     sample = {"seconds": seconds, "phases": phases, "counters": llm.metrics.counters(), "requests": seen}
     sample |= {"refused": refused}
     return sample | ({"series": series(llm, trace), "takers": takers(llm)} if series_wanted else {})
+
+
+def by_the_clock(metrics, due: float) -> dict:
+    """Times from the moment when the request was due, not from the step that let it in; all gaps between its tokens."""
+    first, last = metrics.token_times[0], metrics.finish_time
+    return {"ttft": first - due, "seconds": last - due, "itl": metrics.itl}
 
 
 def series(llm, trace: list) -> dict[str, list]:
@@ -87,6 +100,7 @@ def what_it_saw(trace: list, work: list[int], request_id: str, arrived: int, out
 
 def main() -> None:
     package, job = sys.argv[1], json.loads(sys.argv[2])
+    own_stdout()
     stage = importlib.import_module(package)
     llm = stage.LLM(job["model"], **job["options"])
     if job.get("slice_steps"):

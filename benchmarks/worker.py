@@ -3,21 +3,33 @@
     python -m benchmarks.worker stage2_kvcache '{"model": "tiny", "prompts": ["Hello"], "max_tokens": 8, ...}'
 
 Standard output carries one JSON object per line: {"tokens": n} as tokens are made, at last the result. A job holds
-model, device, dtype, prompts (chat texts or token ids), max_tokens, warmup_tokens, samples.
+model, device, dtype, prompts (chat texts or token ids), max_tokens, warmup_tokens, samples. For a peer there may be a
+workload (of benchmarks.workloads), its arguments and `first` instead of prompts: each output then has its own length.
 """
 
 import importlib
 import json
+import os
 import sys
 import time
 
 import torch
 
-from .common import REFERENCE, stages
+from . import peers, workloads
+from .common import PEERS, REFERENCE, stages
+
+channel = sys.stdout
+
+
+def own_stdout() -> None:
+    """Keep standard output for `emit`: what a library prints there, in any process, goes to standard error."""
+    global channel
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
 
 def emit(event: dict) -> None:
-    print(json.dumps(event), flush=True)
+    print(json.dumps(event), file=channel, flush=True)
 
 
 class StageEngine:
@@ -128,15 +140,16 @@ class TokenClock:
         pass
 
 
-def measure(engine: StageEngine | TransformersEngine, job: dict) -> dict:
+def measure(engine: StageEngine | TransformersEngine | peers.Peer, job: dict) -> dict:
     """Warm up, then run all prompts `samples` times: all at once, as far as the engine can."""
-    prompts = [engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in job["prompts"]]
+    prompts, max_tokens = work_of(job)
+    prompts = [engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     engine.run(prompts[:1], job.get("warmup_tokens", 4))
     samples = []
     for _ in range(job["samples"]):
         engine.reset()
         start = time.perf_counter()
-        runs = engine.run(prompts, job["max_tokens"])
+        runs = engine.run(prompts, max_tokens)
         samples.append({"seconds": time.perf_counter() - start, "runs": runs, "counters": engine.counters()})
         emit({"tokens": sum(len(run["token_ids"]) for run in runs)})
     texts = [engine.decode(run["token_ids"]) for run in samples[0]["runs"]]
@@ -144,10 +157,21 @@ def measure(engine: StageEngine | TransformersEngine, job: dict) -> dict:
     return result | {"texts": texts, "samples": samples}
 
 
+def work_of(job: dict) -> tuple[list, int | list[int]]:
+    """Prompts, and how many tokens to make: of each, or of all."""
+    if "workload" not in job:
+        return job["prompts"], job["max_tokens"]
+    requests = getattr(workloads, job["workload"])(**job["arguments"])[: job["first"]]
+    return [request.prompt for request in requests], [request.max_tokens for request in requests]
+
+
 def main() -> None:
     name, job = sys.argv[1], json.loads(sys.argv[2])
-    engine = TransformersEngine(name, job) if name == REFERENCE else StageEngine(name, job)
-    emit(measure(engine, job))
+    own_stdout()
+    if name in PEERS and job.get("device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before it is imported: a build for GPUs fails then, and is left out
+    kinds = {REFERENCE: TransformersEngine} | dict.fromkeys(PEERS, peers.load)
+    emit(measure(kinds.get(name, StageEngine)(name, job), job))
 
 
 if __name__ == "__main__":

@@ -178,6 +178,16 @@ def test_a_row_that_fails_does_not_take_the_others_along(tmp_path, monkeypatch, 
     assert (tmp_path / "optim-waterfall.png").exists()
 
 
+def test_rounds_join_their_samples(tmp_path):
+    """Two rounds, one sample each: both count, and the table is in its own order."""
+    found = measure("waterfall", tmp_path, "--batches", "1", "--tokens", "4", "--rows", "+", "--rounds", "2")
+    assert [row["name"] for row in found["rows"]] == ["+ fused kernels", "+ CUDA graphs", "+ async scheduling"]
+    for row in found["rows"]:
+        run = row["batches"]["1"]
+        assert len(run["samples"]) == 2 and run["seconds"] == sum(s["seconds"] for s in run["samples"]) / 2
+    assert found["job"]["rounds"] == 2 and found["roofline"]["decode"][0]["batch"] == 1
+
+
 def test_the_median_counts():
     found = summary([{"seconds": s, "tokens": 3} for s in (1.0, 9.0, 2.0)])
     assert found == {"seconds": 2.0, "seconds_range": [1.0, 9.0]}

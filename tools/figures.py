@@ -44,6 +44,11 @@ def picture(page: Path, path: str, alt: str) -> str:
     return f"![{alt}]({os.path.relpath(ROOT / path, page.parent)})\n"
 
 
+def told(value: float | None, form: str, unit: float = 1) -> str:
+    """A number, or a dash where the engine does not tell it (a peer)."""
+    return "-" if value is None else form.format(value * unit)
+
+
 def compare(page: Path, path: str) -> str:
     """The side-by-side table and its picture."""
     document = load(path)
@@ -59,9 +64,10 @@ def compare(page: Path, path: str) -> str:
     ]
     rows = []
     for row in document["rows"]:
-        speed = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['ttft'] * 1000:.0f}"]
-        memory = [f"{row[key] / 2**20:.1f}" for key in ("kv_bytes_reserved", "kv_bytes_used")]
-        rows.append([name_of(row["engine"]), str(row["tokens"]), *speed, f"{row['tokens_forwarded']:,}", *memory])
+        speed = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", told(row["ttft"], "{:.0f}", 1000)]
+        memory = [told(row[key], "{:.1f}", 2**-20) for key in ("kv_bytes_reserved", "kv_bytes_used")]
+        forwarded = told(row["tokens_forwarded"], "{:,}")
+        rows.append([name_of(row["engine"]), str(row["tokens"]), *speed, forwarded, *memory])
     image = picture(page, path.replace(".json", ".png"), "tokens per second, tokens forwarded and KV memory by engine")
     return table(header, rows) + "\n" + image + "\n" + source(document)
 
