@@ -20,6 +20,8 @@ from matplotlib.patches import Patch
 from . import plots
 from .common import OUT, ROOT, colour, label
 from .plots import finish, source
+from .serve import drive
+from .workloads import Request
 
 LIVE = "Counted in this notebook with the model tiny: the same on every machine."
 GREY, HATCH, ALARM = "#999999", "////", "#D55E00"
@@ -228,14 +230,17 @@ def slots_over_time(trace: list, num_slots: int) -> list[list[tuple[str, int]]]:
 
 
 def gantt(traces: dict[str, list], num_slots: int, letters: bool = False) -> Figure:
-    """Slots over steps: dark is a prompt, light a token of a text, hatched a slot that computes nothing."""
+    """Slots over steps: dark is a prompt, light a token of a text, hatched a slot that computes nothing.
+
+    Hatched with strokes: somebody holds it; with dots: it is free.
+    """
     height = 0.9 + len(traces) * (0.5 + 0.24 * num_slots)
     fig, axes = plt.subplots(len(traces), 1, figsize=(9, height), sharex=True, squeeze=False)
     for axis, (title, trace) in zip(axes[:, 0], traces.items(), strict=True):
         for slot, cells in enumerate(slots_over_time(trace, num_slots)):
-            for start, end, (request, kind) in _segments([(who, _kind(tokens)) for who, tokens in cells]):
+            for start, end, (request, kind) in _segments([(who, _kind(who, tokens)) for who, tokens in cells]):
                 _bar(axis, start, end, slot, request, kind)
-                if letters and kind != "idle":
+                if letters and kind in ("prompt", "text"):
                     axis.text(
                         (start + end) / 2, slot, "ABCDEFGH"[int(request) % 8], ha="center", va="center", fontsize=9
                     )
@@ -245,12 +250,14 @@ def gantt(traces: dict[str, list], num_slots: int, letters: bool = False) -> Fig
         axis.set_yticks(range(num_slots), range(num_slots), fontsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("step")
-    _gantt_legend(fig, axes[0, 0])
+    _gantt_legend(axes[0, 0])
     return finish(fig, LIVE)
 
 
-def _kind(tokens: int) -> str:
-    return "idle" if tokens == 0 else "text" if tokens == 1 else "prompt"
+def _kind(request: str, tokens: int) -> str:
+    if tokens == 0:
+        return "held" if request else "free"
+    return "text" if tokens == 1 else "prompt"
 
 
 def _segments(cells: list) -> list[tuple[int, int, tuple[str, str]]]:
@@ -259,22 +266,23 @@ def _segments(cells: list) -> list[tuple[int, int, tuple[str, str]]]:
     return [(a, b, cells[a]) for a, b in pairwise([*starts, len(cells)])]
 
 
+IDLE = {"held": dict(facecolor="white", edgecolor="#777777", hatch="////", linewidth=0.4)}
+IDLE["free"] = dict(facecolor="white", edgecolor="#cccccc", hatch="...", linewidth=0.4)
+
+
 def _bar(axis, start: int, end: int, slot: int, request: str, kind: str) -> None:
-    place = dict(y=slot, width=end - start, left=start, height=0.86)
-    if kind == "idle":
-        axis.barh(**place, color="white", edgecolor=GREY, hatch=HATCH, linewidth=0.4)
-        return
-    shade = OWNERS[int(request) % 6]
-    axis.barh(**place, color=shade, alpha=1.0 if kind == "prompt" else 0.55, edgecolor="white", linewidth=0.3)
+    busy = dict(color=OWNERS[int(request or 0) % 6], alpha=1.0 if kind == "prompt" else 0.55, edgecolor="white")
+    axis.barh(slot, end - start, left=start, height=0.86, **IDLE.get(kind, busy | {"linewidth": 0.3}))
 
 
-def _gantt_legend(fig, axis) -> None:
+def _gantt_legend(axis) -> None:
     handles = [
         Patch(facecolor=OWNERS[0], label="prompt"),
-        Patch(facecolor=OWNERS[0], alpha=0.55, label="one token of a text (a colour: a request)"),
-        Patch(facecolor="white", edgecolor=GREY, hatch=HATCH, label="idle"),
+        Patch(facecolor=OWNERS[0], alpha=0.55, label="one token of a text"),
+        Patch(**IDLE["held"], label="idle, but held"),
+        Patch(**IDLE["free"], label="free"),
     ]
-    axis.legend(handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1.01, 0.96))
+    axis.legend(handles=handles, frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1.01, 0.98))
 
 
 @dataclass(frozen=True)
@@ -303,10 +311,23 @@ def what_they_saw(trace: list, arrived: dict[str, int], num_tokens: dict[str, in
     return seen
 
 
+def serve(llm, params: type, requests: list[Request]) -> tuple[list, dict[str, Seen]]:
+    """Hand in each request before the step of its arrival, run until all have left: the trace, and what each one saw.
+
+    The clock is the engine's own count of steps; while nobody is there it stands still, and the next request comes.
+    """
+    sampling = [params(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
+    seen = drive(llm, sampling, requests, clock="steps", tell=lambda event: None)["requests"]
+    arrived = {str(i): request["arrived"] for i, request in enumerate(seen)}
+    lengths = {str(i): request["tokens"] for i, request in enumerate(seen)}
+    return llm.metrics.trace, what_they_saw(llm.metrics.trace, arrived, lengths)
+
+
 def streams(runs: dict[str, Seen]) -> Figure:
     """The tokens of one text as they come, over the work that all requests together have done by then."""
     fig, (left, right) = _axes(2, height=3.4)
-    styles = [(GREY, "--"), (colour(BATCHING), "-"), (OWNERS[0], "-.")]
+    styles = [(GREY, "--"), (OWNERS[1], ":"), (OWNERS[0], "-."), (colour(BATCHING), "-")]
+    styles = styles[: len(runs) - 1] + styles[-1:]
     for (name, seen), (shade, style) in zip(runs.items(), styles, strict=False):
         left.step(seen.token_work, range(1, len(seen.token_work) + 1), style, where="post", color=shade, label=name)
         right.plot(range(2, len(seen.gap_work) + 2), seen.gap_work, style, color=shade, label=name, linewidth=1)
@@ -350,11 +371,16 @@ def throughput(document: dict, roof: dict[int, float] | None = None) -> Figure:
         axis.set_xscale("log", base=2)
         axis.set_xticks(batch, batch)
     if roof:
-        left.plot(list(roof), list(roof.values()), "--", color="#000000", label="roof: memory, then arithmetic")
+        left.plot(
+            list(roof), list(roof.values()), "--", color="#000000", label="roof: the slower of reading and computing"
+        )
     else:
         one = tokens[0] / min(seconds[0]) / batch[0]
         left.plot(batch, [one * n for n in batch], ":", color=GREY, label="if a step took no longer")
-    left.set(xlabel="sequences at once", ylabel="new tokens per second", yscale="log")
+    left.set(xlabel="sequences at once", ylabel="new tokens per second")
+    left.set_yscale("log", base=10 if roof else 2)
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    left.minorticks_off()
     right.set(xlabel="sequences at once", ylabel="milliseconds per step", ylim=(0, None))
     right.set_ylim(0, right.get_ylim()[1] * 1.15)
     _legend(left)
