@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from . import plots
+from . import plots, plots_paged  # noqa: F401 (notebooks call their functions through this module)
 from .common import OUT, ROOT, colour, label
 from .plots import finish, source
 from .serve import drive
@@ -333,7 +333,7 @@ def streams(runs: dict[str, Seen]) -> Figure:
         right.plot(range(2, len(seen.gap_work) + 2), seen.gap_work, style, color=shade, label=name, linewidth=1)
     left.set(xlabel="work so far, tokens through the model", ylabel="tokens of this text", ylim=(0, None))
     right.set(xlabel="token of this text", ylabel="work since the token before", ylim=(0, None))
-    _legend(left, loc="lower right")
+    _legend(right, loc="upper right")
     right.set_ylim(0, right.get_ylim()[1] * 1.1)
     return finish(fig, LIVE)
 
@@ -403,7 +403,7 @@ def pool_map(trace: list, num_blocks: int, block_size: int) -> Figure:
     for block, over_time in cells.items():
         for start, end, (who, full) in _segments(over_time):
             if who:
-                shade = owners.setdefault(who[0].partition("-")[0], OWNERS[len(owners) % len(OWNERS)])
+                shade = owners.setdefault(who[0], OWNERS[len(owners) % len(OWNERS)])
                 hatch = "xxx" if len(who) > 1 else None
                 axis.barh(block, end - start, left=start, height=0.9, color=shade, alpha=0.95 if full else 0.45,
                           hatch=hatch, edgecolor="white", linewidth=0.3)  # fmt: skip
@@ -411,7 +411,12 @@ def pool_map(trace: list, num_blocks: int, block_size: int) -> Figure:
                     axis.text((start + end) / 2, block, len(who), ha="center", va="center", fontsize=8,
                               bbox=dict(boxstyle="round,pad=0.1", facecolor="white", linewidth=0))  # fmt: skip
     axis.set(xlabel="step", ylabel="block", xlim=(0, len(trace)), ylim=(num_blocks - 0.4, -0.6))
-    handles = [Patch(color=shade, label=f"request {name}") for name, shade in owners.items()]
+    axis.set_yticks(range(0, num_blocks, 2))
+    for step in (i for i, record in enumerate(trace) if record.preempted):
+        axis.axvline(step, color="#000000", linestyle=":", linewidth=1)
+        axis.text(step, -0.7, " a preemption", fontsize=8, va="bottom", ha="left")
+    names = {name: "request " + name.replace("/", ", sample ") for name in sorted(owners)}
+    handles = [Patch(color=owners[name], label=text) for name, text in names.items()]
     handles.append(Patch(facecolor=GREY, hatch="xxx", edgecolor="white", label="shared: ref count"))
     handles.append(Patch(color=GREY, alpha=0.45, label="not full yet"))
     axis.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

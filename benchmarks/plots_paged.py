@@ -58,6 +58,7 @@ def draw_thrash(document: dict, path: Path | None = None) -> Figure:
     panels.append(("moved", "blocks moved, out and in", "{:,}"))
     if "tokens_per_second" in document["columns"]:
         panels.append(("tokens_per_second", "new tokens per second", "{:,.0f}"))
+    panels = [panel for panel in panels if any(row[panel[0]] for row in document["rows"])]
     return _panels(document, path, panels)
 
 
