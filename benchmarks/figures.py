@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from . import plots, plots_paged  # noqa: F401 (notebooks call their functions through this module)
-from .common import OUT, ROOT, colour, label
+from .common import OUT, ROOT, colour, default_device, label
 from .plots import finish, source
 from .serve import drive
 from .workloads import Request
@@ -39,6 +39,8 @@ def results(name: str, measure: bool = False) -> dict:
     document = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
     if not measure:
         return document
+    if document["environment"]["device"] == "cuda" and default_device() != "cuda":
+        raise ValueError(f"{name} was measured on {document['environment']['device_name']}; torch sees no GPU here")
     _, *arguments = shlex.split(document["environment"]["command"])
     subprocess.run([sys.executable, *arguments, "--out", str(OUT / "here")], cwd=ROOT, check=True)
     return json.loads((OUT / "here" / name.rpartition("/")[2]).read_text())
@@ -48,6 +50,12 @@ def only(document: dict, **wanted: list) -> dict:
     """The same results with fewer rows: those whose key has one of the wanted values."""
     rows = [row for row in document["rows"] if all(row[key] in values for key, values in wanted.items())]
     return document | {"rows": rows}
+
+
+def where(document: dict) -> str:
+    """On which device and when a result was measured, and the command that does it again."""
+    env = document["environment"]
+    return f"{document['job']['model']}, {env['device_name']}, {env['date'][:10]}: {env['command']}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,8 @@ class Table:
     def __repr__(self) -> str:
         lines = [self.header, *self._cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([*text, self.foot] if self.foot else text)
 
     def _cells(self) -> list[list[str]]:
         return [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in self.rows]
@@ -171,8 +180,7 @@ def repetition(document: dict) -> Figure:
     right.set(xlabel="words in the text", xlim=(0, max(words) * 1.15))
     left.tick_params(axis="y", labelsize=8)
     left.invert_yaxis()
-    env, job = document["environment"], document["job"]
-    return finish(fig, f"{job['model']}, {env['device_name']}, {env['date'][:10]}\n{env['command']}")
+    return finish(fig, where(document))
 
 
 def kv_budget(bytes_per_token: dict[str, int], tokens: int, weights_gb: float, card_gb: float) -> Figure:

@@ -4,7 +4,7 @@ import base64
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import notebooks
 
@@ -91,6 +91,12 @@ def test_an_empty_figure_is_found(data):
     notebook = ran("figure()")
     notebook.cells[0].outputs = [new_output("display_data", data=data)]
     assert "figure is empty" in found(notebook)
+
+
+def test_a_dead_link_is_found():
+    notebook = ran("x = 42")
+    notebook.cells.append(new_markdown_cell("See [lesson 1](../stage1_naive/README.md) and [nothing](../nothing.md)."))
+    assert "../nothing.md" in found(notebook) and "stage1" not in found(notebook)
 
 
 def test_too_large_is_found():

@@ -31,6 +31,7 @@ MOST_BYTES = 800_000
 SECONDS_PER_CELL = 300
 EXACT = "counters"  # the tag of cells whose text comes out the same on every machine
 PATH = re.compile(r"(?<![\w.~/])/(?:home|tmp|root|work|Users)/[\w.]|\b[A-Z]:\\\w")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 RESULT = re.compile(r"""results\(\s*["']([\w./-]+\.json)["']""")
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -127,6 +128,9 @@ def problems(name: str, notebook: NotebookNode, size: int) -> Iterator[str]:
     for cell in notebook.cells:
         if found := PATH.search(cell.source):
             yield f"{name}: the text of cell {cell.id!r} names a path of one machine, {found[0]!r}. Make it relative."
+        targets = LINK.findall(cell.source) if cell.cell_type == "markdown" else []
+        for target in [target for target in targets if not (FOLDER / target).exists()]:
+            yield f"{name}: cell {cell.id!r} links to {target}, which is not there. Mend the link."
     for file, known in notebook.metadata.get("results", {}).items():
         path = RESULTS / file
         if not path.exists() or digest(path.read_bytes()) != known:
