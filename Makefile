@@ -17,7 +17,7 @@ help:
 	@echo "make curve             time of one token against its position, stage 1 against stage 2"
 	@echo "make notebooks         runs the course's notebooks from the top, in place, and checks them; then: $(VENV)/bin/jupyter lab notebooks"
 	@echo "make diff FROM=1 TO=2  what a stage changes, file by file, with the reasons"
-	@echo "make diff FROM=4 TO=5 FEATURE=prefix  one feature of a stage that has several; also kernels, graphs, async"
+	@echo "make diff FROM=4 TO=5 FEATURE=prefix  one feature of a stage that has several; also kernels, graphs, async, quantised"
 	@echo "PYTHON=python3.12 chooses the interpreter; SYSTEM_TORCH=1 uses its torch instead of the pinned one"
 
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -3,6 +3,7 @@
     python -m benchmarks.optim speed      # stage 4 against stage 5: one request alone, and the 256-request workload
     python -m benchmarks.optim ablation   # stage 5, and stage 5 without one thing at a time
     python -m benchmarks.optim waterfall  # from stage 4 to stage 5, one thing after the other: ms per decode step
+    python -m benchmarks.optim parallel   # one process against two that share the model: ms per decode step
     python -m benchmarks.optim profile    # kernels, launches and busy time of a decode step
 
 All rows run in one process, each in a fresh engine that is closed before the next. Files: optim-NAME.json, written
@@ -34,6 +35,7 @@ TIMES = """\
 estimated on an H200 with --model qwen3-0.6b --dummy (with --repeats 1 about half of it):
   speed      4 minutes      ablation  9 minutes (for less: --rows, --workload, --at-most)
   waterfall  2 minutes      profile   2 minutes
+  parallel   1 minute, with two GPUs
 A run that was cut keeps the rows that it wrote; --rows with --keep adds others to them.
 """
 
@@ -61,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--at-most", type=float, default=60.0, help="no further run begins after so many seconds of them")
     p.add_argument("--requests", type=int, default=256, help="many: the first so many of the 256")
     p.add_argument("--tokens", type=int, help="output tokens of a request; left out: one 512, waterfall 64")
-    p.add_argument("--batches", type=int, nargs="+", default=[1, 256], help="waterfall, profile: requests at once")
+    p.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 256], help="waterfall, parallel, profile: requests at once"
+    )
     p.add_argument("--steps", type=int, default=10, help="profile: decode steps that are recorded")
     p.add_argument(
         "--option", type=option, action="append", default=[], metavar="NAME=VALUE", help="of LLM; repeatable"
@@ -82,8 +86,9 @@ def option(text: str) -> tuple[str, object]:
         return name, {"true": True, "false": False, "none": None}.get(value.lower(), value)
 
 
-def row(name: str, stage: str = OPTIM, **options: object) -> dict:
-    return {"name": name, "stage": stage, "options": options}
+def row(name: str, stage: str = OPTIM, env: dict[str, str] | None = None, **options: object) -> dict:
+    """env: variables of the environment while the engine is made."""
+    return {"name": name, "stage": stage, "options": options, "env": env or {}}
 
 
 def speed_rows(args: argparse.Namespace) -> list[dict]:
@@ -99,6 +104,8 @@ def ablation_rows(args: argparse.Namespace) -> list[dict]:
         row("no fused kernels", fused_kernels=False),
         row("no async scheduling", async_scheduling=False),
         row("with prefix caching", enable_prefix_caching=True),
+        row("with int8 KV", kv_cache_dtype="int8"),
+        row("with fp8 KV", kv_cache_dtype="fp8"),
         row("all off", **OFF),
     ]
 
@@ -112,6 +119,15 @@ def waterfall_rows(args: argparse.Namespace) -> list[dict]:
         row("+ fused kernels", **no_graphs_no_async),
         row("+ CUDA graphs", async_scheduling=False),
         row("+ async scheduling"),
+    ]
+
+
+def parallel_rows(args: argparse.Namespace) -> list[dict]:
+    """One process, and two that share the model; without the quick sums all sums are NCCL's."""
+    return [
+        row("one process"),
+        row("two, sums by NCCL", tensor_parallel_size=2, env={"INFERENCE_STAGES_QUICK_SUMS": "0"}),
+        row("two, quick sums", tensor_parallel_size=2),
     ]
 
 
@@ -151,7 +167,7 @@ def measure_workloads(engine: Engine, args: argparse.Namespace) -> dict:
 
 
 def measure_batches(engine: Engine, args: argparse.Namespace) -> dict:
-    """waterfall: decode steps of each size of the batch."""
+    """waterfall, parallel: decode steps of each size of the batch."""
     tokens = args.tokens or 64
 
     def run(batch: int, share: float) -> dict:
@@ -169,6 +185,7 @@ WHAT = {
     "speed": (speed_rows, serving, measure_workloads),
     "ablation": (ablation_rows, serving, measure_workloads),
     "waterfall": (waterfall_rows, side_by_side, measure_batches),
+    "parallel": (parallel_rows, side_by_side, measure_batches),
     "profile": (profile_rows, side_by_side, measure_profile),
 }
 

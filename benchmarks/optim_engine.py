@@ -7,10 +7,13 @@ works for every stage. Outputs have fixed lengths, so each engine does the same 
 import gc
 import hashlib
 import importlib
+import os
 import random
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import pairwise
 from statistics import median
@@ -57,6 +60,18 @@ def start_device(args: Namespace) -> None:
         torch.cuda.synchronize()
 
 
+@contextmanager
+def environment_of(row: dict) -> Iterator[None]:
+    """The row's variables in the environment, for as long as this lasts."""
+    before = {name: os.environ.get(name) for name in row["env"]}
+    os.environ.update(row["env"])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
 class Engine:
     """An engine with its stopwatch. A context manager: what it held is given back at the end, and that is checked."""
 
@@ -72,7 +87,8 @@ class Engine:
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        self.llm = self.package.LLM(args.model, **self.options)
+        with environment_of(row):
+            self.llm = self.package.LLM(args.model, **self.options)
         synchronize()
         self.startup_seconds = time.perf_counter() - start
 

@@ -106,7 +106,7 @@ def columns_and_cells(document: dict) -> tuple[dict[int, str], list[list[str]]]:
     if what in ("speed", "ablation"):
         columns = columns_of_workloads(rows, what)
     else:
-        columns = columns_of_batches(rows) if what == "waterfall" else columns_of_profiles(rows)
+        columns = columns_of_batches(rows) if what in ("waterfall", "parallel") else columns_of_profiles(rows)
     return dict(enumerate(head for head, _ in columns)), [[cell(row) for _, cell in columns] for row in rows]
 
 

@@ -113,6 +113,24 @@ def _waterfall(axis, rows: list[dict], batch: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def draw_parallel(document: dict, path: Path) -> None:
+    """Milliseconds of a decode step with one process and with two; one panel per size of the batch."""
+    rows, batches = document["rows"], list(document["rows"][0]["batches"])
+    size = (1 + 5 * len(batches), 1.3 + 0.4 * len(rows))
+    fig, (axes,) = plt.subplots(1, len(batches), figsize=size, sharey=True, squeeze=False)
+    for axis, batch in zip(axes, batches, strict=True):
+        steps = [row["batches"][batch]["ms_per_step"] for row in rows]
+        axis.barh([row["name"] for row in rows], steps, color=[GREY, *[OPTIM] * (len(rows) - 1)])
+        for i, step in enumerate(steps):
+            axis.text(step + 0.02 * max(steps), i, f"{step:.2f}  ({steps[0] / step:.2f} x)", va="center", fontsize=8)
+        axis.set_xlim(0, max(steps) * 1.35)
+        axis.set_title(f"{batch} request{'s decode' if batch != '1' else ' decodes'}: ms per step", fontsize=10)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    _finish(fig, document, path)
+
+
 def draw_peers(document: dict, path: Path) -> None:
     """Other engines beside ours, whose numbers come from the files of `speed` for an H200."""
     files = ("optim-speed.json", "optim-speed-8b.json")
@@ -135,6 +153,7 @@ def draw_peers(document: dict, path: Path) -> None:
 
 
 DRAW = {"peers": draw_peers, "speed": draw_speed, "ablation": draw_ablation, "waterfall": draw_waterfall}
+DRAW["parallel"] = draw_parallel
 
 
 def main(paths: list[str]) -> None:

@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-model-len", type=int, help="most tokens of prompt and output together")
     p.add_argument("--load-format", default="auto", help="auto, or dummy for random weights of the right shapes")
     p.add_argument("--attention-backend", help="torch, triton or flash_attn; left out: the fastest that runs here")
+    p.add_argument("--tensor-parallel-size", type=int, default=1, help="processes that share the model, a GPU each")
     p.add_argument("--max-tokens", type=int, default=64, help="most tokens to make")
     p.add_argument("--min-tokens", type=int, default=0, help="no end before so many tokens")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, 1 the model's own distribution")
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 ENGINE_OPTIONS = ("device", "dtype", "max_model_len", "load_format", "attention_backend")
+ENGINE_OPTIONS += ("tensor_parallel_size",)
 SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop")
 
 

@@ -17,6 +17,8 @@ Backends have one signature, (q, k, v, kv, metadata) -> out, and the same result
     triton      kernels of our own that read the blocks where they are (paged_attention.py); a GPU
     flash_attn  the flash-attn package, likewise; a GPU, a 16-bit dtype, and block sizes that are multiples of 256
 
+kv is a layer's cache: a tensor, or if it is quantised a QuantisedKV, which flash_attn cannot read.
+
 Source: Attention Is All You Need, section 3.2 (arXiv 1706.03762); GQA (arXiv 2305.13245); PagedAttention, section 4.1
 (arXiv 2309.06180).
 """
@@ -26,6 +28,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from .quantised_kv import KV, QuantisedKV
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,17 @@ class AttentionMetadata:
         return pairs
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KV, metadata: AttentionMetadata) -> None:
     """Store this step's k and v [T, num_kv_heads, head_dim]. kv: [2, num_blocks, block_size, num_kv_heads, head_dim].
 
     A token whose slot is -1 is stored nowhere.
     """
-    flat = kv.flatten(1, 2)  # [2, num_blocks * block_size, num_kv_heads, head_dim], a view
     slots = metadata.slot_mapping
     if slots.is_cpu and (slots < 0).any():  # on a GPU the question would make the CPU wait; see write_kv_triton
         k, v, slots = k[slots >= 0], v[slots >= 0], slots[slots >= 0]
+    if isinstance(kv, QuantisedKV):
+        return kv.write(k, v, slots)
+    flat = kv.flatten(1, 2)  # [2, num_blocks * block_size, num_kv_heads, head_dim], a view
     flat[0].index_copy_(0, slots, k)
     flat[1].index_copy_(0, slots, v)
 
@@ -85,7 +91,7 @@ def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 def attend_torch(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: KV, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], kv the layer's cache -> as q.
 
@@ -97,13 +103,14 @@ def attend_torch(
     queries = q.split(metadata.query_lens)
     for q_one, table, seq_len in zip(queries, metadata.block_table, metadata.seq_lens, strict=True):
         blocks = table[: -(-seq_len // kv.shape[2])]
-        k_one, v_one = kv[:, blocks].flatten(1, 2)[:, :seq_len]  # [seq_len, num_kv_heads, head_dim] each: written slots
+        found = kv.read(blocks, q.dtype) if isinstance(kv, QuantisedKV) else kv[:, blocks]
+        k_one, v_one = found.flatten(1, 2)[:, :seq_len]  # [seq_len, num_kv_heads, head_dim] each: written slots
         outs.append(attend_one(q_one, k_one, v_one))
     return torch.cat(outs)
 
 
 def attend_flash(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: KV, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """As attend_torch, all sequences in one kernel, which finds each one's K and V through the block table."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -126,7 +133,7 @@ def attend_flash(
 
 
 def attend_triton(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: KV, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """As attend_torch, with kernels of our own. Triton is imported here, so that nobody else needs it."""
     from . import paged_attention
@@ -137,8 +144,10 @@ def attend_triton(
 BACKENDS = {"torch": attend_torch, "flash_attn": attend_flash, "triton": attend_triton}
 
 
-def flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why flash-attn cannot be used here, or None when it can."""
+def flash_attn_obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
+) -> str | None:
+    """Why flash-attn cannot be used here, or None when it can. kv_dtype: of a quantised cache."""
     if device.type != "cuda":
         return "flash_attn needs a GPU"
     if importlib.util.find_spec("flash_attn") is None:
@@ -151,11 +160,15 @@ def flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int,
         return f"flash_attn needs a head_dim up to 256 in steps of 8, not {head_dim}"
     if block_size % 256:
         return f"flash_attn needs a block_size that is a multiple of 256, not {block_size}"
+    if kv_dtype is not None:
+        return "flash_attn reads K and V in 16 bits only, and kv_cache_dtype makes them 8"
     return None
 
 
-def triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why our Triton kernels cannot be used here, or None when they can."""
+def triton_obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None
+) -> str | None:
+    """Why our Triton kernels cannot be used here, or None when they can. kv_dtype: of a quantised cache."""
     if device.type != "cuda":
         return "triton needs a GPU"
     if importlib.util.find_spec("triton") is None:
@@ -168,6 +181,8 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, blo
         return f"triton needs a head_dim up to 256, not {head_dim}"
     if block_size < 16:
         return f"triton needs a block_size of at least 16, not {block_size}"
+    if kv_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        return "triton needs a GPU of compute capability 8.9 or more for kv_cache_dtype='fp8'; 'int8' needs less"
     return None
 
 
@@ -175,19 +190,29 @@ OBSTACLES = {"triton": triton_obstacle, "flash_attn": flash_attn_obstacle}  # th
 
 
 def choose_block_size(
-    requested: int | None, backend: str | None, device: torch.device, dtype: torch.dtype, head_dim: int
+    requested: int | None,
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Tokens per block: 256 where flash-attn is asked for or will be chosen, as it takes no less; else 16."""
-    no_triton = triton_obstacle(device, dtype, head_dim, 16) is not None
-    will_be_flash = no_triton and not flash_attn_obstacle(device, dtype, head_dim, 256)
+    no_triton = triton_obstacle(device, dtype, head_dim, 16, kv_dtype) is not None
+    will_be_flash = no_triton and not flash_attn_obstacle(device, dtype, head_dim, 256, kv_dtype)
     return requested or (256 if backend == "flash_attn" or (backend is None and will_be_flash) else 16)
 
 
 def choose_backend(
-    requested: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    requested: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[str, str]:
     """The backend to use and the reason. Raises ValueError when the requested one cannot run here."""
-    obstacles = {name: find(device, dtype, head_dim, block_size) for name, find in OBSTACLES.items()}
+    obstacles = {name: find(device, dtype, head_dim, block_size, kv_dtype) for name, find in OBSTACLES.items()}
     if obstacles.get(requested):
         raise ValueError(f"attention_backend={requested!r}: {obstacles[requested]}; leave it out, or say 'torch'")
     if requested:

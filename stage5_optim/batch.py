@@ -4,7 +4,7 @@ First the blocks that must be copied (`moves`), then the tokens that are compute
 other, so many tokens each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .block_manager import BlockMoves
 from .sequence import Sequence, SequenceGroup
@@ -15,7 +15,8 @@ class Scheduled:
     """What one sequence computes in this step: `num_tokens` of the `num_missing` that it lacks.
 
     num_recomputed: of its tokens, those that had been computed once and were lost. block_table: where its K and V are.
-    forks: the other samples of its prompt, if they begin after this step.
+    forks: the other samples of its prompt, if they begin after this step. drafts: guesses of its next tokens, which are
+    computed too: num_tokens counts them (see speculative.py).
     """
 
     seq: Sequence
@@ -24,6 +25,7 @@ class Scheduled:
     num_recomputed: int
     block_table: list[int]
     forks: tuple[Sequence, ...] = ()
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def is_decode(self) -> bool:
@@ -33,7 +35,7 @@ class Scheduled:
     @property
     def is_last_chunk(self) -> bool:
         """Nothing is missing afterwards, so its next token is sampled."""
-        return self.num_tokens == self.num_missing
+        return self.num_tokens == self.num_missing + len(self.drafts)
 
 
 class Batch:

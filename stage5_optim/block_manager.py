@@ -183,6 +183,19 @@ class BlockManager:
         if count > 0:
             self._log(seq_id, before - self.num_free_blocks, "not written yet")
 
+    def roll_back(self, seq_id: str, num_tokens: int) -> None:
+        """Give back the blocks behind the first num_tokens. Only rejected drafts are in them, so they are taken again
+        first: others may still hold a prefix that somebody will ask for."""
+        table, before = self._pool.tables[seq_id], self.num_free_blocks
+        rejected = table.blocks[self.blocks_for(num_tokens) :]
+        table.num_tokens = num_tokens
+        if rejected:
+            table.blocks = table.blocks[: -len(rejected)]  # a new list: TableRows takes it that a table only grows
+            for block in reversed(rejected):
+                self._pool.give_back(block)
+                self._pool.free.move_to_end(block, last=False)
+            self._log(seq_id, before - self.num_free_blocks, "drafts rejected")
+
     def _is_shared_tail(self, pool: BlockPool, table: BlockTable) -> bool:
         """The next token goes into a block that others hold too."""
         return table.num_tokens % self.block_size > 0 and pool.ref_counts[table.blocks[-1]] > 1

@@ -18,6 +18,9 @@ from . import ops as torch_ops
 from .attention import attend_torch
 from .config import ModelConfig
 from .model import CausalLM, Linear
+from .sharding import Shard
+
+WHOLE = Shard()
 
 
 def empty_model(config: ModelConfig) -> CausalLM:
@@ -34,19 +37,22 @@ def build_model(
     weights: Path | None,
     seed: int,
     ops: ModuleType = torch_ops,
+    shard: Shard = WHOLE,
 ) -> CausalLM:
     """A model on `device` in `config.dtype`, filled from the folder `weights`, or at random where that is None.
 
-    Raises ValueError that names every missing, unexpected or misshapen tensor.
+    shard: the part of the model that is made; `config` is that of the whole. Raises ValueError that names every
+    missing, unexpected or misshapen tensor.
     """
     if weights is not None:
         check_names(empty_model(config), weights, config.tie_word_embeddings)
     with torch.device(device):
-        model = CausalLM(config, attend, max_model_len, ops)
+        model = CausalLM(shard.config(config), attend, max_model_len, ops)
+    shard.drop_biases(model)
     if weights is None:
-        fill_random(model, seed)
+        fill_random(model, seed, config, shard)
     else:
-        fill_from(model, weights)
+        fill_from(model, weights, shard)
     model.pack()
     if device.type == "cpu" and config.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         pack_linears(model)
@@ -123,19 +129,27 @@ def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
         raise ValueError(f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(problems))
 
 
-def fill_from(model: CausalLM, folder: Path) -> None:
-    """Copy each tensor of the folder to its parameter, converted on the way."""
+def fill_from(model: CausalLM, folder: Path, shard: Shard) -> None:
+    """Copy each tensor of the folder, or the shard's part of it, to its parameter, converted on the way."""
     parameters = dict(model.named_parameters())
     for name, tensor in read_tensors(folder):
         if name in parameters:
-            parameters[name].copy_(tensor)
+            shard.copy(name, tensor, parameters[name])
 
 
-def fill_random(model: CausalLM, seed: int) -> None:
-    """Random weights made on the device: ones for norms, normal with deviation 0.02 for all else."""
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+def fill_random(model: CausalLM, seed: int, config: ModelConfig, shard: Shard) -> None:
+    """Random weights made on the device: ones for norms, normal with deviation 0.02 for all else.
+
+    Every rank draws the whole model, one tensor at a time, and keeps its part: the parts fit together.
+    """
+    device, parameters = model.lm_head.weight.device, dict(model.named_parameters())
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, like in empty_model(config).named_parameters():
         if "norm" in name:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0, 0.02, generator=generator)
+            parameters[name].fill_(1.0)
+            continue
+        is_whole = name in parameters and parameters[name].shape == like.shape
+        whole = parameters[name] if is_whole else torch.empty(like.shape, dtype=like.dtype, device=device)
+        whole.normal_(0, 0.02, generator=generator)
+        if name in parameters and not is_whole:
+            shard.copy(name, whole, parameters[name])

@@ -19,6 +19,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # None: as the model
 PREEMPTION_MODES = ("recompute", "swap")
 ATTENTION_BACKENDS = ("torch", "flash_attn", "triton")
 
@@ -42,22 +43,21 @@ class EngineConfig:
     max_model_len: most tokens of prompt and output together; None takes what the model was made for.
     seed: makes requests without a seed of their own repeatable too; None draws them anew in each engine.
     load_format: "auto", or "dummy" for random weights of the right shapes. attention_backend: None chooses.
-
     policy: "mixed", "prefill_first" or "static" (see scheduler.py). max_num_seqs: sequences that run at the same time;
-    None: 32 on a CPU, 256 on a GPU.
-    max_num_batched_tokens: most tokens of one step; None: 2,048, or max_model_len where prompts must not be cut.
-    max_num_prefills: most prompts under way at once; None: no limit. enable_chunked_prefill: a prompt may be cut to fit
-    the budget; None: yes under "mixed", no under the other two.
-
+    None: 32 on a CPU, 256 on a GPU. max_num_batched_tokens: most tokens of a step; None: 2,048, or max_model_len where
+    prompts must not be cut. max_num_prefills: most prompts under way at once; None: no limit. enable_chunked_prefill: a
+    prompt may be cut to fit the budget; None: yes under "mixed", no under the other two.
     block_size: tokens per block of the KV cache; None: 256 where flash-attn is used, else 16. num_kv_blocks: blocks in
     the pool; None: what fits into gpu_memory_utilization of the GPU beside weights and one step (on a CPU: what
     max_num_seqs sequences of max_model_len need, up to 4 GiB or half of the free memory). preemption_mode: what happens
     to the newest request when blocks run out, "recompute" or "swap"; num_swap_blocks: blocks in host memory for the
     latter; None: 4 GiB. watermark: share of the pool that admission leaves free. max_blocks_per_seq: a request that
     could need more is refused; None: no cap. trace_blocks: keep all block tables of every step in the trace.
-    enable_prefix_caching: requests that begin alike share what is computed (see prefix_cache.py).
-    fused_kernels: kernels of our own beside attention. enforce_eager: True turns CUDA graphs off. async_scheduling:
-    plan a step while the last one runs. None: on where there is a GPU, and the first log line says what is not.
+    enable_prefix_caching: requests that begin alike share what is computed. kv_cache_dtype: "int8" or "fp8" keep K and
+    V in a byte each (see quantised_kv.py); "auto": as the model. tensor_parallel_size: processes that share the model,
+    each with a GPU of its own if there are any (see parallel.py). fused_kernels: our own, beside attention.
+    enforce_eager: no CUDA graphs. async_scheduling: plan a step while the last one runs. None: on with a GPU.
+    speculative: a SpeculativeConfig, to compute several tokens of a sequence in one step; None: off.
     """
 
     model: str
@@ -81,9 +81,12 @@ class EngineConfig:
     max_blocks_per_seq: int | None = None
     trace_blocks: bool = False
     enable_prefix_caching: bool = False
+    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
     fused_kernels: bool | None = None
     enforce_eager: bool | None = None
     async_scheduling: bool | None = None
+    speculative: object | None = None  # features.py checks it
 
     @classmethod
     def from_options(cls, model: str, options: dict) -> "EngineConfig":
@@ -95,6 +98,7 @@ class EngineConfig:
             raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id")
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         check_choice("attention_backend", self.attention_backend, (*ATTENTION_BACKENDS, None))
         check_choice("policy", self.policy, POLICIES)
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
@@ -195,14 +199,8 @@ class ModelConfig:
         return self.rope.max_positions(self.max_position_embeddings)
 
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED += ("max_position_embeddings",)
 
 
 def _check_supported(config: dict, family: str | None) -> None:
@@ -255,6 +253,7 @@ class Resolved:
     attention_reason: str  # why this backend: said in the first log line
     max_model_len: int
     block_size: int
+    kv_dtype: torch.dtype | None = None  # of a quantised KV cache
 
 
 def resolve_device(requested: str | None) -> torch.device:

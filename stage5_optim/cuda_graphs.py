@@ -28,20 +28,22 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .batch import Scheduled
 from .config import ModelConfig
-from .staging import TableRows, layout, views
-from .step_inputs import StepInputs, as_inputs, empty_arrays, fill_rows
+from .staging import layout, views
+from .step_inputs import StepInputs, StepPlan, as_inputs, empty_arrays, fill_rows
 
+MAX_DRAFT_ROWS = 512
 LAUNCHES_PER_LAYER = 10
 BYTES_PER_LAUNCH = 16384  # more than was seen on an H200: 0.15 GiB for all 23 graphs of Qwen3-0.6B, 0.23 GiB for 8B
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
+def graph_sizes(max_num_seqs: int, rows_per_seq: int = 1) -> list[int]:
     """1, 2, 4, 8, then every 8th up to 64 and every 16th above: at most 15 of 16 rows short of full. The last is
-    max_num_seqs itself, so that every decode step has a graph."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
-    return sorted({*(size for size in sizes if size < max_num_seqs), max_num_seqs})
+    max_num_seqs itself, so that every decode step has a graph. Drafts are rows too, but there need not be graphs for
+    more than MAX_DRAFT_ROWS: the GPU takes longer for so many than the CPU for the launches."""
+    most = max(max_num_seqs, min(max_num_seqs * rows_per_seq, MAX_DRAFT_ROWS))
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16)]
+    return sorted({*(size for size in sizes if size < most), most})
 
 
 def graph_memory(config: ModelConfig, sizes: list[int], width: int) -> int:
@@ -50,7 +52,7 @@ def graph_memory(config: ModelConfig, sizes: list[int], width: int) -> int:
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     row = config.vocab_size + 2 * (3 * config.intermediate_size + 4 * config.hidden_size + heads * config.head_dim)
     launches = len(sizes) * config.num_hidden_layers * LAUNCHES_PER_LAYER
-    return max(sizes) * row * config.dtype.itemsize + sum(sizes) * width * 4 + launches * BYTES_PER_LAUNCH
+    return max(sizes, default=0) * row * config.dtype.itemsize + sum(sizes) * width * 4 + launches * BYTES_PER_LAUNCH
 
 
 class DecodeGraphs:
@@ -80,11 +82,11 @@ class DecodeGraphs:
         at = bisect.bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) else None
 
-    def prepare(self, size: int, scheduled: list[Scheduled], tables: TableRows, block_size: int) -> StepInputs:
-        """Send a step to where the graph of that size reads its inputs."""
-        memory = self._memory[size]
+    def prepare(self, plan: StepPlan) -> StepInputs:
+        """Send a step to where the graph of its size reads its inputs."""
+        memory = self._memory[plan.size]
         arrays = memory.next_arrays()
-        fill_rows(arrays, scheduled, tables, block_size)
+        fill_rows(arrays, plan)
         memory.send()
         if self._graphs:
             return memory.inputs

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .kernels import gemv, rms_norm, silu_mul, store_qkv
-from .ops import MAX_GEMV_ROWS
+from .ops import MAX_GEMV_ROWS, embed
+from .quantised_kv import KV
 from .sample_kernels import known_ids, sample
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 LONGEST_TINY = 6144  # numbers in all rows
 
-__all__ = ["known_ids", "linear", "linear_add", "norm_gate_up", "norm_linear", "rms_norm", "rotate_qkv", "sample"]
+__all__ = ["embed", "known_ids", "linear", "linear_add", "norm_gate_up", "norm_linear", "rms_norm", "rotate_qkv"]
+__all__ += ["sample"]
 
 
 def is_tiny(x: Tensor) -> bool:
@@ -65,7 +67,7 @@ def linear_add(y: Tensor, linear: Linear, x: Tensor) -> Tensor:
 
 def rotate_qkv(
     qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None,
-    kv: Tensor, slot_mapping: Tensor,
+    kv: KV, slot_mapping: Tensor,
 ) -> tuple[Tensor, None, None]:  # fmt: skip
     """See ops.rotate_qkv. k and v are in the cache when it returns."""
     norms = (None, None, 0.0) if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)

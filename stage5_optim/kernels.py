@@ -26,8 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv_kernels import block_gap, quantise, scale_of_halves, store_scales
 from .launch import dependent_launch, next_power_of_two, start_next, wait_for_last
 from .ops import MAX_GEMV_ROWS
+from .quantised_kv import KV, parts
 
 
 @triton.jit
@@ -75,11 +77,13 @@ def norm_and_rotate(source, offsets, exists, channels, norm_ptr, eps, cos, sin, 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def qkv_kernel(
-    qkv_ptr, positions, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, slot_mapping, q_out,
+    qkv_ptr, positions, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, scales, slot_mapping, q_out,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The program of (token, group): the first groups are of HEADS query heads each, the others of K and V heads."""
+    """The program of (token, group): the first groups are of HEADS query heads each, the others of K and V heads.
+
+    scales is None, or the cache is quantised."""
     DIM: tl.constexpr = 2 * HALF
     start_next(PDL)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -106,6 +110,12 @@ def qkv_kernel(
         k_first, k_second = norm_and_rotate(k, offsets, exists, channels, k_norm, eps, cos, sin, HALF)
         v_first, v_second = load_halves(v, offsets, exists, HALF)
         place = slot * (KV_HEADS * DIM) + offsets  # 64 bits, as the slot: a pool may exceed 2^31 numbers
+        if scales is not None:
+            k_scale, v_scale = scale_of_halves(k_first, k_second, k_cache), scale_of_halves(v_first, v_second, v_cache)
+            k_first, k_second = quantise(k_first, k_scale, k_cache), quantise(k_second, k_scale, k_cache)
+            v_first, v_second = quantise(v_first, v_scale, v_cache), quantise(v_second, v_scale, v_cache)
+            store_scales(scales, slot, heads, heads < KV_HEADS, k_scale, v_scale, KV_HEADS, DIM, BLOCK_SIZE)
+            place += slot // BLOCK_SIZE * block_gap(KV_HEADS, DIM, BLOCK_SIZE)
         tl.store(k_cache + place, k_first, mask=exists)
         tl.store(k_cache + place + HALF, k_second, mask=exists)
         tl.store(v_cache + place, v_first, mask=exists)
@@ -113,53 +123,27 @@ def qkv_kernel(
 
 
 @cache
-def qkv_config(num_heads: int, kv_heads: int, head_dim: int) -> tuple[int, dict[str, int]]:
+def qkv_config(num_heads: int, kv_heads: int, head_dim: int, block_size: int) -> tuple[int, dict[str, int]]:
     """The number of groups of heads, and the sizes that the kernel is compiled for: 8 channels per thread and half."""
     heads, half_tile = min(8, next_power_of_two(num_heads)), next_power_of_two(head_dim // 2)
     sizes = dict(Q_HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_TILE=half_tile, HEADS=heads)
-    sizes |= dict(num_warps=max(1, heads * half_tile // 256))
+    sizes |= dict(BLOCK_SIZE=block_size, num_warps=max(1, heads * half_tile // 256))
     return -(-num_heads // heads) + -(-kv_heads // heads), sizes
 
 
 def store_qkv(
     qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    kv: Tensor, slot_mapping: Tensor,
+    kv: KV, slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """See ops.store_qkv."""
     num_tokens, (kv_heads, head_dim) = len(qkv), kv.shape[3:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
-    groups, sizes = qkv_config(num_heads, kv_heads, head_dim)
-    tensors = (*kv.unbind(0), slot_mapping, q)
+    groups, sizes = qkv_config(num_heads, kv_heads, head_dim, kv.shape[2])
+    tensors = (*parts(kv), slot_mapping, q)
     options = sizes | dependent_launch(qkv.device)
     qkv_kernel[(num_tokens, groups)](qkv, positions, cos_sin, q_norm, k_norm, eps, *tensors, **options)
     return q
-
-
-@triton.jit
-def write_kernel(
-    k_ptr, v_ptr, k_cache, v_cache, slot_mapping, k_stride, k_head_stride, v_stride, v_head_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """One program per token. HEADS and DIM are the next powers of two, which tiles must be; masks cut them."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
-        exists = (heads < KV_HEADS) & (dims < HEAD_DIM)
-        place = (slot * KV_HEADS + heads) * HEAD_DIM + dims
-        k = tl.load(k_ptr + token * k_stride + heads * k_head_stride + dims, mask=exists)
-        v = tl.load(v_ptr + token * v_stride + heads * v_head_stride + dims, mask=exists)
-        tl.store(k_cache + place, k, mask=exists)
-        tl.store(v_cache + place, v, mask=exists)
-
-
-def write_kv_triton(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store k and v [T, num_kv_heads, head_dim] in their slots of kv; slot -1 is nowhere."""
-    num_tokens, heads, head_dim = k.shape
-    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-    tile = next_power_of_two(heads), next_power_of_two(head_dim)
-    write_kernel[(num_tokens,)](k, v, *kv.unbind(0), slot_mapping, *strides, heads, head_dim, *tile)
 
 
 @triton.jit

@@ -11,6 +11,10 @@ On the host a block is one piece with all its layers: [num_swap_blocks, num_laye
 head_dim].
 
 What a token costs: 2 * num_layers * num_kv_heads * head_dim * bytes of a number.
+
+With kv_cache_dtype="int8" or "fp8" a block is bytes: numbers and scales of K and V together (quantised_kv.py). `data`
+is [num_layers, 1, num_blocks, bytes], `host` [num_swap_blocks, num_layers, 1, bytes]; a token costs 2 * num_layers *
+num_kv_heads * (head_dim + 2). `layers` is what attention is given: a tensor, or a QuantisedKV, of each layer.
 """
 
 import psutil
@@ -18,37 +22,53 @@ import torch
 
 from .block_manager import BlockMoves
 from .config import EngineConfig, ModelConfig, Resolved
+from .quantised_kv import KV, LARGEST, QuantisedKV, head_bytes
 
 DEFAULT_HOST_BYTES = 4 * 2**30  # of a pool in host memory: that for swapping, and on a CPU the cache itself
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V that one token keeps, over all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    """Bytes of K and V that one token keeps, over all layers; if dtype is of one byte, with their scales."""
+    return 2 * num_layers * num_kv_heads * head_bytes(head_dim, dtype)
 
 
-def block_bytes(config: ModelConfig, block_size: int) -> int:
-    """Bytes of one block, over all layers."""
+def block_bytes(config: ModelConfig, block_size: int, kv_dtype: torch.dtype | None = None) -> int:
+    """Bytes of one block, over all layers. kv_dtype: of a quantised cache."""
     layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-    return block_size * kv_bytes_per_token(layers, kv_heads, config.head_dim, config.dtype)
+    return block_size * kv_bytes_per_token(layers, kv_heads, config.head_dim, kv_dtype or config.dtype)
 
 
 class KVCache:
-    """K and V of `num_blocks` blocks of `block_size` tokens each, and of `num_swap_blocks` more on the host."""
+    """K and V of `num_blocks` blocks of `block_size` tokens each, and of `num_swap_blocks` more on the host.
+
+    kv_dtype: None for the model's own, or int8 or float8_e4m3fn, to be quantised.
+    """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, device: torch.device, num_swap_blocks: int = 0
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_swap_blocks: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ):
         layers, kv_heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         self.block_size = block_size
-        self.bytes_per_token = kv_bytes_per_token(layers, kv_heads, head_dim, config.dtype)
-        shape = (layers, 2, num_blocks, block_size, kv_heads, head_dim)
-        self.data = torch.empty(shape, dtype=config.dtype, device=device)
+        self.bytes_per_token = kv_bytes_per_token(layers, kv_heads, head_dim, kv_dtype or config.dtype)
+        sides, block, dtype = 2, (block_size, kv_heads, head_dim), config.dtype
+        if kv_dtype in LARGEST:
+            sides, block, dtype = 1, (block_size * self.bytes_per_token // layers,), torch.uint8
+        self.data = torch.empty((layers, sides, num_blocks, *block), dtype=dtype, device=device)
         # Pinned memory stays where it is, so that the GPU can copy from and to it while the CPU does other things.
         is_cuda = device.type == "cuda"
-        shape = (num_swap_blocks, layers, 2, block_size, kv_heads, head_dim)
-        self.host = torch.empty(shape, dtype=config.dtype, pin_memory=is_cuda and num_swap_blocks > 0)
+        pin_memory = is_cuda and num_swap_blocks > 0
+        self.host = torch.empty((num_swap_blocks, layers, sides, *block), dtype=dtype, pin_memory=pin_memory)
         self._swap_stream = torch.cuda.Stream(device) if is_cuda and num_swap_blocks else None
+        self.layers: list[KV] = list(self.data)
+        if kv_dtype in LARGEST:
+            shape = block_size, kv_heads, head_dim, kv_dtype
+            self.layers = [QuantisedKV.view(layer[0], *shape) for layer in self.data]
 
     def move(self, moves: BlockMoves) -> None:
         """Carry out what the block manager has decided. Whatever comes after it on the device sees the result."""
@@ -95,7 +115,7 @@ def plan_blocks(config: EngineConfig, model: ModelConfig, resolved: Resolved, ro
 
     Raises ValueError, with both numbers, if they do not fit, or hold less than one sequence of max_model_len.
     """
-    size = block_bytes(model, resolved.block_size)
+    size = block_bytes(model, resolved.block_size, resolved.kv_dtype)
     fits = room // size
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks > fits:
@@ -133,7 +153,7 @@ def plan_swap_blocks(config: EngineConfig, model: ModelConfig, resolved: Resolve
     """Blocks in host memory: num_swap_blocks, or 4 GiB of them but no more than on the device. 0 if nothing swaps."""
     if config.preemption_mode != "swap":
         return 0
-    size = block_bytes(model, resolved.block_size)
+    size = block_bytes(model, resolved.block_size, resolved.kv_dtype)
     free = int(0.5 * psutil.virtual_memory().available) // size
     if config.num_swap_blocks is not None and config.num_swap_blocks > free:
         raise ValueError(

@@ -17,10 +17,11 @@ from dataclasses import replace
 
 import torch
 
-from . import checkpoint, zoo
-from .attention import BACKENDS, choose_backend, choose_block_size
+from . import zoo
+from .attention import choose_backend, choose_block_size
 from .block_manager import BlockManager
 from .config import (
+    KV_CACHE_DTYPES,
     EngineConfig,
     ModelConfig,
     Resolved,
@@ -29,18 +30,20 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
-from .cuda_graphs import graph_memory, graph_sizes
+from .draft_model import make_proposer
 from .features import resolve_features
 from .intake import Intake, check_request_id, end_tokens
-from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
 from .metrics import Metrics
-from .model_runner import ModelRunner, largest_batch
+from .model_runner import ModelRunner
 from .pipeline import Pipeline
 from .progress import Progress
 from .sampling import SamplingParams
 from .scheduler import Scheduler
 from .sequence import RequestOutput, SequenceGroup
+from .sharding import split
+from .speculative import make_speculator
 from .tokenizer import Tokenizer
+from .worker import Setup, build_runner, start_ranks
 
 logger = logging.getLogger(__package__)
 
@@ -53,6 +56,7 @@ class LLM:
         device = resolve_device(self.config.device)
         files = zoo.locate(model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
+        split(self.config.tensor_parallel_size, 0, model_config, model)  # a ValueError if that cannot be
         self.resolved = self._resolve(device, model_config)
         self.features = resolve_features(self.config, self.resolved, model_config.head_dim)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)
@@ -70,61 +74,41 @@ class LLM:
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
         dtype = resolve_dtype(self.config.dtype, model_config.dtype, device)
         requested, head_dim = self.config.attention_backend, model_config.head_dim
-        block_size = choose_block_size(self.config.block_size, requested, device, dtype, head_dim)
-        backend, reason = choose_backend(requested, device, dtype, head_dim, block_size)
+        kv_dtype = KV_CACHE_DTYPES[self.config.kv_cache_dtype]
+        block_size = choose_block_size(self.config.block_size, requested, device, dtype, head_dim, kv_dtype)
+        backend, reason = choose_backend(requested, device, dtype, head_dim, block_size, kv_dtype)
         max_model_len = resolve_max_model_len(self.config.max_model_len, model_config)
-        return Resolved(device, dtype, backend, reason, max_model_len, block_size)
+        return Resolved(device, dtype, backend, reason, max_model_len, block_size, kv_dtype)
 
     def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
-        attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
-        seed = self.config.seed or 0
-        model = checkpoint.build_model(
-            self.model_config, attend, resolved.max_model_len, resolved.device, files.weights, seed, self.features.ops
-        )
-        num_seqs = self.config.max_num_seqs or (32 if resolved.device.type == "cpu" else 256)
-        self.scheduler_config = resolve_scheduler(self.config, num_seqs, resolved.max_model_len)
-        runner = ModelRunner(model, None, resolved.device, self.tokenizer, self.features.ops, num_seqs)
-        runner.kv_cache = self._build_cache(self._memory_for_cache(runner))
-        is_async, trace_blocks = self.features.async_scheduling, self.config.trace_blocks
-        self._pipeline = Pipeline(self.scheduler, runner, self.metrics, is_async, trace_blocks)
-        if self.features.cuda_graphs:
-            runner.make_graphs(graph_sizes(num_seqs), resolved.max_model_len, self.model_config.vocab_size)
+        config, resolved = self.config, self.resolved
+        num_seqs = config.max_num_seqs or (32 if resolved.device.type == "cpu" else 256)
+        self.scheduler_config = resolve_scheduler(config, num_seqs, resolved.max_model_len)
+        setup = Setup(config, self.model_config, resolved, self.features, self.scheduler_config, files.weights)
+        ranks = start_ranks(setup)
+        with ranks.starting():
+            proposer = make_proposer(config, self.model_config, resolved)
+            runner = build_runner(setup, ranks, self.tokenizer, proposer)
+            num_blocks, num_swap_blocks = runner.kv_cache.data.shape[2], len(runner.kv_cache.host)
+            sizes = num_blocks, resolved.block_size, num_swap_blocks
+            self.block_manager = BlockManager(*sizes, config.enable_prefix_caching)
+            self.scheduler = Scheduler(self.scheduler_config, self.block_manager)
+            num_drafts = self.features.rows_per_seq - 1
+            speculator = make_speculator(proposer, num_drafts, self.block_manager, self.scheduler_config)
+        self.metrics.kv_bytes_per_token = runner.kv_cache.bytes_per_token
+        how = self.features.async_scheduling, config.trace_blocks, speculator
+        self._pipeline = Pipeline(self.scheduler, runner, self.metrics, *how)
         return runner
 
-    def _memory_for_cache(self, runner: ModelRunner) -> int:
-        """Bytes that the KV cache may take. On a GPU one step at the largest batch shows what the steps need."""
-        resolved, free = self.resolved, free_memory(self.resolved.device)
-        if resolved.device.type == "cpu" or self.config.num_kv_blocks is not None:
-            return free // 2 if resolved.device.type == "cpu" else free
-        runner.kv_cache = KVCache(self.model_config, 1, resolved.block_size, resolved.device)
-        peak = runner.peak_memory(largest_batch(self.scheduler_config, resolved.max_model_len, resolved.block_size))
-        if self.features.cuda_graphs:
-            width = resolved.max_model_len // resolved.block_size + 1
-            peak += graph_memory(self.model_config, graph_sizes(self.scheduler_config.max_num_seqs), width)
-        free, total = torch.cuda.mem_get_info(resolved.device)
-        return kv_room(total, free, torch.cuda.memory_allocated(), peak, self.config.gpu_memory_utilization)
-
-    def _build_cache(self, room: int) -> KVCache:
-        """The blocks of the KV cache, as many as asked for or as fit, and the scheduler that hands them out."""
-        resolved, config = self.resolved, self.model_config
-        tokens = self.scheduler_config.max_num_seqs * resolved.max_model_len
-        num_blocks = plan_blocks(self.config, config, resolved, room, tokens)
-        num_swap_blocks = plan_swap_blocks(self.config, config, resolved, num_blocks)
-        kv_cache = KVCache(config, num_blocks, resolved.block_size, resolved.device, num_swap_blocks)
-        caching = self.config.enable_prefix_caching
-        self.block_manager = BlockManager(num_blocks, resolved.block_size, num_swap_blocks, caching)
-        self.scheduler = Scheduler(self.scheduler_config, self.block_manager)
-        self.metrics.kv_bytes_per_token = kv_cache.bytes_per_token
-        return kv_cache
-
     def _announce(self) -> None:
-        r = self.resolved
-        dtype = str(r.dtype).removeprefix("torch.")
+        r, dtype = self.resolved, str(self.resolved.dtype).removeprefix("torch.")
+        kv_dtype = "" if r.kv_dtype is None else f" in {self.config.kv_cache_dtype}"
         logger.info(
             f"{__package__}: {self.config.model} on {r.device} in {dtype}, attention {r.attention_backend} "
             f"({r.attention_reason}), up to {r.max_model_len} tokens, "
             f"{self.scheduler_config.policy} scheduling of up to {self.scheduler_config.max_num_seqs} sequences, "
-            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens, {self.features}"
+            f"{self.block_manager.num_blocks:,} KV blocks of {r.block_size} tokens{kv_dtype}, {self.features}"
+            f"{self.model_runner.ranks.notes}"
         )
 
     def generate(
@@ -276,7 +260,7 @@ class LLM:
                 self.abort_request(group.request_id)
 
     def _check_open(self) -> None:
-        if self.model_runner is None:
+        if self.model_runner is None or self.model_runner.ranks.is_closed:
             raise ValueError("this engine is closed; make a new LLM")
 
     def _make_groups(self, prompts: object, params: object, request_id: str | None = None) -> list[SequenceGroup]:
@@ -288,6 +272,8 @@ class LLM:
         if self.model_runner is not None:
             self._pipeline.cancel()
         self._abort_all(list(self._requests.values()))
+        if self.model_runner is not None:
+            self.model_runner.ranks.close()
         self.model_runner, self._pipeline, self._undelivered = None, None, []
         if self.resolved.device.type == "cuda":
             gc.collect()

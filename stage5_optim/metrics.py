@@ -37,6 +37,10 @@ class StepRecord:
     graph_replays: int = 0
     padding_tokens: int = 0  # rows of a graph that nobody needed
     discarded_tokens: int = 0  # computed after a stop that was seen late; not in `tokens`
+    all_reduces: int = 0  # sums over all ranks
+    drafted_tokens: int = 0  # of `decode_tokens`, those that were guessed (see speculative.py)
+    accepted_tokens: int = 0  # of these, those that are in the output
+    draft_tokens_forwarded: int = 0  # through the draft model; not in `tokens`
     # With trace_blocks: seq_id -> its blocks in order, and seq_id -> its tokens that are written in them.
     block_tables: dict[str, list[int]] = field(default_factory=dict)
     computed_tokens: dict[str, int] = field(default_factory=dict)
@@ -69,6 +73,10 @@ class Metrics:
     prefix_hit_tokens: tokens of requests when they were admitted, and those of them found in cached blocks.
     graph_replays: steps that one CUDA graph ran; padding_tokens: the rows that filled those graphs up.
     discarded_tokens: computed after a stop that was seen late (async_scheduling); no other count of work has them.
+    all_reduces: sums over all ranks (tensor_parallel_size), two in each layer of a step and one for its embedding;
+    kv_bytes_per_token is then that of one rank.
+    drafted_tokens: of decode_tokens, those that were guesses; accepted_tokens: the guesses that are in the output.
+    draft_tokens_forwarded: tokens that went through the draft model; no other counter has them.
     """
 
     steps: int = 0
@@ -90,6 +98,10 @@ class Metrics:
     graph_replays: int = 0
     padding_tokens: int = 0
     discarded_tokens: int = 0
+    all_reduces: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_tokens_forwarded: int = 0
     trace: list[StepRecord] = field(default_factory=list)
 
     def record(self, record: StepRecord) -> None:
@@ -116,8 +128,33 @@ class Metrics:
             "graph_replays",
             "padding_tokens",
             "discarded_tokens",
+            "all_reduces",
+            "drafted_tokens",
+            "accepted_tokens",
+            "draft_tokens_forwarded",
         ):
             setattr(self, name, getattr(self, name) + getattr(record, name))
+
+    @property
+    def rejected_tokens(self) -> int:
+        """Drafts that were computed for nothing."""
+        return self.drafted_tokens - self.accepted_tokens
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Of the drafts, the share that is in the output; 0 if there were none."""
+        return self.accepted_tokens / max(1, self.drafted_tokens)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """What a step brings a sequence that decodes: 1 without drafts. (After a stop in its drafts it is one less.)"""
+        turns = max(1, self.decode_tokens - self.drafted_tokens)
+        return (turns + self.accepted_tokens) / turns
+
+    @property
+    def acceptance(self) -> str:
+        """Both, for a reader."""
+        return f"{self.acceptance_rate:.0%} of drafts accepted, {self.tokens_per_step:.2f} tokens per target step"
 
     def counters(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "trace"}

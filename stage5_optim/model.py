@@ -20,6 +20,7 @@ from torch import nn
 from . import ops as torch_ops
 from .attention import AttentionMetadata
 from .config import ModelConfig
+from .quantised_kv import KV
 from .rope import rope_table
 
 
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         norm: RMSNorm,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
-        kv: torch.Tensor,
+        kv: KV,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """x [T, hidden] -> x plus the attention over norm(x)."""
@@ -134,7 +135,7 @@ class DecoderLayer(nn.Module):
         x: torch.Tensor,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
-        kv: torch.Tensor,
+        kv: KV,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         x = self.self_attn(x, self.input_layernorm, positions, cos_sin, kv, metadata)
@@ -155,10 +156,10 @@ class Decoder(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: list[KV],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)  # [T, hidden]
+        x = self.ops.embed(input_ids, self.embed_tokens)  # [T, hidden]
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             x = layer(x, positions, self.cos_sin, kv, metadata)  # kv [2, num_blocks, block_size, kv_heads, head_dim]
         return self.ops.rms_norm(x, self.norm.weight, self.norm.eps)
@@ -190,10 +191,10 @@ class CausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: list[KV],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """input_ids [T], positions [T] (int64), kv_cache as in kv_cache.py -> hidden states [T, hidden]."""
+        """input_ids [T], positions [T] (int64), kv_cache the layers of kv_cache.py -> hidden states [T, hidden]."""
         return self.model(input_ids, positions, kv_cache, metadata)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

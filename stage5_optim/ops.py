@@ -13,12 +13,15 @@ A fused kernel keeps what lies in between in registers. Rounding differs, and on
 functions round after each operator and the kernels once, at the end.
 
 The decoder calls the functions at the end, from `known_ids` on; fused.py has the same under the same names. x is the
-residual stream [T, hidden], linears and norms are the modules of model.py.
+residual stream [T, hidden], linears and norms are the modules of model.py. parallel.py has `embed`, `linear_add` and
+`linear` for a model that several processes share.
 
+    embed            the first x
     norm_linear      linear(norm(x))                      in front of attention
     rotate_qkv       split, norm of q and k, rotation     where it is a kernel, the write into the KV cache too
     norm_gate_up     silu(gate) * up of norm(x)           in front of the MLP's last matrix
     linear_add       x + linear(y)                        behind attention, and behind the MLP
+    linear           the head: logits
 
 Here any dtype is right, float64 too, on any device. T tokens, R rows to sample from; tensors are contiguous.
 """
@@ -33,10 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import write_kv
+from .quantised_kv import KV
 from .sampling import gumbel_noise
 
 if TYPE_CHECKING:
-    from .model import Linear, RMSNorm
+    from .model import Embedding, Linear, RMSNorm
 
 MAX_GEMV_ROWS = 4  # with more tokens tensor cores pay, and with them cuBLAS
 
@@ -63,7 +67,7 @@ def store_qkv(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    kv: Tensor,
+    kv: KV,
     slot_mapping: Tensor,
 ) -> Tensor:
     """From the packed product to what attention needs: norm and rotate q and k, put k and v into their cache slots.
@@ -133,6 +137,11 @@ def known_ids(input_ids: Tensor, sampled: Tensor) -> Tensor:
     return torch.where(input_ids < 0, sampled[input_ids.clamp(max=-1)], input_ids)
 
 
+def embed(input_ids: Tensor, embedding: Embedding) -> Tensor:
+    """[T] -> [T, hidden]."""
+    return embedding(input_ids)
+
+
 def linear(x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
     """[T, in] -> [T, out], written to `out` if that is given."""
     return linear(x) if out is None else out.copy_(linear(x))
@@ -159,7 +168,7 @@ def rotate_qkv(
     cos_sin: Tensor,
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
-    kv: Tensor,
+    kv: KV,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As store_qkv, but k and v come back, for attention to store. A fused kernel has done it, and returns None."""

@@ -21,7 +21,7 @@ does next to no arithmetic, and memory answers after about a microsecond, so the
     chunk_kernel    pieces of prompts. A step that mixes both runs both kernels; each skips the other's sequences
 
 Cache memory that nobody wrote may hold NaN, and 0 * NaN is NaN: what lies past the end is never loaded.
-Needs the package triton. TRITON_INTERPRET=1 runs it on a CPU, slowly.
+Over a quantised cache the inner loop is that of byte_attention.py. TRITON_INTERPRET=1 runs all of it on a CPU, slowly.
 Sources: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691), Flash-Decoding (PyTorch blog, 2023).
 """
 
@@ -33,8 +33,10 @@ import triton
 import triton.language as tl
 
 from .attention import AttentionMetadata
-from .kernels import write_kv_triton
+from .byte_attention import attend_bytes
+from .kv_kernels import write_kv_triton
 from .launch import dependent_launch, next_power_of_two, num_multiprocessors, start_next, wait_for_last
+from .quantised_kv import KV, QuantisedKV, parts
 
 
 @triton.jit
@@ -81,6 +83,26 @@ def attend_range(
 
 
 @triton.jit
+def attend(
+    acc, row_max, row_sum, q, query_pos, scale, start, end, seq_len, table_row, blocks, k_cache, v_cache, scales,
+    kv_head, MASKED: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """attend_range, or attend_bytes if the cache has scales."""
+    k_head, v_head = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    if scales is None:
+        return attend_range(
+            acc, row_max, row_sum, q, query_pos, scale, start, end, seq_len, table_row, blocks, k_head, v_head,
+            MASKED, TOKEN_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+    else:
+        return attend_bytes(
+            acc, row_max, row_sum, q, query_pos, scale, start, end, seq_len, table_row, blocks, k_head, v_head,
+            scales + kv_head * BLOCK_SIZE, MASKED, TOKEN_STRIDE, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
 def split_size(seq_len, num_splits, BLOCK_N: tl.constexpr):
     """Positions of each split of a context, whole tiles. A short one does not need all splits."""
     return tl.cdiv(tl.cdiv(seq_len, BLOCK_N), num_splits) * BLOCK_N
@@ -88,7 +110,7 @@ def split_size(seq_len, num_splits, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    q_ptr, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table, table_stride, q_stride, q_head_stride, scale,
+    q_ptr, k_cache, v_cache, scales, cu_seqlens_q, seq_lens, block_table, table_stride, q_stride, q_head_stride, scale,
     out_ptr, lse_ptr, SPLIT: tl.constexpr, PDL: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +137,11 @@ def decode_kernel(
     exists = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = token.to(tl.int64) * q_stride + heads[:, None] * q_head_stride + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=exists, other=0.0)
-    acc, row_max, row_sum = attend_range(
+    acc, row_max, row_sum = attend(
         tl.zeros([BLOCK_M, DIM], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32), q, tl.zeros([BLOCK_M], tl.int32) + seq_len - 1, scale, start, end, seq_len,
-        table_row, blocks, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM,
-        True, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+        table_row, blocks, k_cache, v_cache, scales, kv_head,
+        True, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)  # without any position the result is 0, not 0 / 0
     place = token * (KV_HEADS * GROUP) + heads
@@ -165,7 +187,7 @@ def sequence_of_tile(tile, cu_seqlens_q, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs"])
 def chunk_kernel(
-    q_ptr, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table, table_stride, q_stride, q_head_stride, scale,
+    q_ptr, k_cache, v_cache, scales, cu_seqlens_q, seq_lens, block_table, table_stride, q_stride, q_head_stride, scale,
     out_ptr, num_seqs, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -190,30 +212,30 @@ def chunk_kernel(
     unmasked = (first_pos + 1) // BLOCK_N * BLOCK_N  # whole tiles that even the first query sees
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)  # what the last one sees
     table_row = block_table + seq.to(tl.int64) * table_stride
-    k_head, v_head = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
     blocks = look_up(table_row, tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
-    acc, row_max, row_sum = attend_range(
+    acc, row_max, row_sum = attend(
         tl.zeros([BLOCK_M, DIM], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32), q, query_pos, scale, 0, unmasked, seq_len, table_row, blocks, k_head, v_head,
-        False, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+        tl.zeros([BLOCK_M], tl.float32), q, query_pos, scale, 0, unmasked, seq_len, table_row, blocks, k_cache, v_cache,
+        scales, kv_head, False, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     blocks = look_up(table_row, unmasked + tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
-    acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, query_pos, scale, unmasked, end, seq_len, table_row, blocks, k_head, v_head,
-        True, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+    acc, row_max, row_sum = attend(
+        acc, row_max, row_sum, q, query_pos, scale, unmasked, end, seq_len, table_row, blocks, k_cache, v_cache,
+        scales, kv_head, True, KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     out_offsets = (tokens * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, acc / row_sum[:, None], mask=exists)
 
 
 @cache
-def kernel_config(head_dim: int, group: int, itemsize: int, is_decode: bool) -> dict[str, int]:
+def kernel_config(head_dim: int, group: int, itemsize: int, is_decode: bool, is_bytes: bool = False) -> dict[str, int]:
     """Sizes of tiles, warps, pipeline stages. Fixed, not tuned while running: the same digits in every run.
 
     On an H200 within 3 % of the best candidate of benchmarks.kernels --sweep, for each of its shapes (head_dim 128).
     """
     dim, rows = next_power_of_two(head_dim), next_power_of_two(group)
-    block_n = min(128, max(16, 16384 // (dim * itemsize)))  # K tiles of 16 KB: three programs per multiprocessor
+    positions = 16384 // (dim * itemsize) * (2 if is_bytes and is_decode and itemsize == 2 else 1)
+    block_n = min(128, max(16, positions))  # K tiles of 16 KB: three programs per multiprocessor
     if is_decode:
         return dict(BLOCK_M=max(16, rows), BLOCK_N=block_n, num_warps=4, num_stages=3)
     if itemsize > 2:  # fp32 does without tensor cores, and larger tiles do not fit into the registers
@@ -227,17 +249,17 @@ def choose_num_splits(num_programs: int, longest: int, block_n: int, multiproces
     return max(1, min(2 * multiprocessors // num_programs, longest // (2 * block_n), 64))
 
 
-def arguments(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, is_decode: bool) -> tuple[tuple, dict]:
+def arguments(q: torch.Tensor, kv: KV, metadata: AttentionMetadata, is_decode: bool) -> tuple[tuple, dict]:
     """What both attention kernels take: their first arguments, and the sizes that they are compiled for."""
     kv_heads, group, head_dim = kv.shape[3], q.shape[1] // kv.shape[3], q.shape[2]
     sizes = dict(KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=next_power_of_two(head_dim))
-    sizes |= dict(BLOCK_SIZE=kv.shape[2]) | kernel_config(head_dim, group, q.element_size(), is_decode)
-    table, scale = metadata.block_table, head_dim**-0.5 * math.log2(math.e)
-    tensors = (q, *kv.unbind(0), metadata.cu_seqlens_q, metadata.seq_lens_tensor, table)
+    table, scale, is_bytes = metadata.block_table, head_dim**-0.5 * math.log2(math.e), isinstance(kv, QuantisedKV)
+    sizes |= dict(BLOCK_SIZE=kv.shape[2]) | kernel_config(head_dim, group, q.element_size(), is_decode, is_bytes)
+    tensors = (q, *parts(kv), metadata.cu_seqlens_q, metadata.seq_lens_tensor, table)
     return (*tensors, table.stride(0), q.stride(0), q.stride(1), scale), sizes
 
 
-def attend_decode(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+def attend_decode(q: torch.Tensor, kv: KV, metadata: AttentionMetadata, out: torch.Tensor) -> None:
     """The sequences with one new token: writes their rows of out [T, num_heads, head_dim]."""
     common, sizes = arguments(q, kv, metadata, is_decode=True)
     num_seqs, num_heads, head_dim = len(metadata.seq_lens), q.shape[1], q.shape[2]
@@ -256,7 +278,7 @@ def attend_decode(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
     combine_kernel[(num_heads, num_seqs)](out, partial, lse, *lens, splits, *sizes, **early)
 
 
-def attend_chunks(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+def attend_chunks(q: torch.Tensor, kv: KV, metadata: AttentionMetadata, out: torch.Tensor) -> None:
     """The sequences with several new tokens: writes their rows of out [T, num_heads, head_dim]."""
     common, sizes = arguments(q, kv, metadata, is_decode=False)
     num_seqs, block_q = len(metadata.seq_lens), sizes["BLOCK_M"] // sizes["GROUP"]
@@ -265,7 +287,7 @@ def attend_chunks(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata
 
 
 def attend_triton(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: torch.Tensor, metadata: AttentionMetadata
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, kv: KV, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] or None, kv the layer's cache -> as q."""
     if k is not None:

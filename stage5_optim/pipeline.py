@@ -28,6 +28,8 @@ from .batch import Batch, Scheduled
 from .metrics import Metrics, StepRecord
 from .model_runner import LaunchedStep, ModelRunner
 from .scheduler import Scheduler
+from .sequence import Sequence
+from .speculative import Speculator
 from .trace import step_record
 
 
@@ -41,16 +43,24 @@ class StepInFlight:
 
 
 class Pipeline:
-    """Drives scheduler and model runner, one step per call of `step`. is_async: one step may be under way between."""
+    """Drives scheduler and model runner, one step per call of `step`. is_async: one step may be under way between.
+    speculator: adds drafts to the plan; then nothing may be under way, as they are made from the last step's tokens."""
 
     def __init__(
-        self, scheduler: Scheduler, model_runner: ModelRunner, metrics: Metrics, is_async: bool, trace_blocks: bool
+        self,
+        scheduler: Scheduler,
+        model_runner: ModelRunner,
+        metrics: Metrics,
+        is_async: bool,
+        trace_blocks: bool,
+        speculator: Speculator | None = None,
     ):
         self.scheduler = scheduler
         self.model_runner = model_runner
         self.metrics = metrics
         self.is_async = is_async
         self.trace_blocks = trace_blocks
+        self.speculator = speculator
         self.in_flight: StepInFlight | None = None
 
     def step(self, retire: Callable[[], None]) -> None:
@@ -64,9 +74,11 @@ class Pipeline:
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         assert batch.scheduled or not batch.moves, "blocks are moved, but nobody runs"
-        before, launched = self.in_flight, None
+        before, launched, planned = self.in_flight, None, time.perf_counter()
+        if self.speculator is not None:
+            self.speculator.add_drafts(batch)
         if batch.scheduled:
-            launched = self._launch(batch, start, time.perf_counter())
+            launched = self._launch(batch, start, planned)
         if before is not None:
             self._collect(before)
         self.in_flight = launched
@@ -82,6 +94,8 @@ class Pipeline:
     def cancel(self) -> list[Batch]:
         """After an error: forget what is under way. Returns its plan; whoever was in it cannot go on."""
         self.model_runner.settle()  # what has been launched reads memory that the next steps will overwrite
+        if self.speculator is not None:
+            self.speculator.proposer.forget()
         if self.in_flight is None:
             return []
         batch, self.in_flight = self.in_flight.batch, None
@@ -99,6 +113,7 @@ class Pipeline:
 
     def _launch(self, batch: Batch, start: float, planned: float) -> StepInFlight:
         """Give the step to the device, and treat it as computed from here on, its tokens as placeholders."""
+        drafted = time.perf_counter()
         launched = self.model_runner.launch(batch)
         begin = time.perf_counter()
         for item in batch.scheduled:
@@ -108,11 +123,16 @@ class Pipeline:
                 seq.num_steps_in_flight += 1
         num_rows = len(self.model_runner.sampled)
         for row, seq in zip(launched.rows, launched.seqs, strict=True):
-            seq.append_pending(row - num_rows)  # counted from the end: see known_ids
+            if isinstance(seq, Sequence):  # how many tokens come behind its drafts is not known yet
+                seq.append_pending(row - num_rows)  # counted from the end: see known_ids
         seconds = {"schedule": planned - start}
         record = step_record(batch, self.scheduler, start, launched.attention_pairs, seconds, self.trace_blocks)
         if launched.num_padding is not None:
             record.graph_replays, record.padding_tokens = 1, launched.num_padding
+        record.all_reduces = launched.all_reduces
+        if self.speculator is not None:
+            self.speculator.count(record)
+            seconds["draft"] = drafted - planned
         seconds["postprocess"] = time.perf_counter() - begin
         return StepInFlight(batch, launched, record)
 
@@ -128,8 +148,10 @@ class Pipeline:
             self.metrics.record(step.record)
         else:  # nobody needed anything of it
             self.metrics.discarded_tokens += step.record.discarded_tokens
+        if self.speculator is not None:
+            self.speculator.report(self.metrics)
 
-    def _take_over(self, item: Scheduled, token_ids: dict[str, int], record: StepRecord) -> None:
+    def _take_over(self, item: Scheduled, token_ids: dict[str, list[int]], record: StepRecord) -> None:
         """The tokens of one sequence of a collected step. If it has ended by now, what was computed for it is waste."""
         for seq in (item.seq, *item.forks):
             seq.num_steps_in_flight -= 1
@@ -137,7 +159,9 @@ class Pipeline:
             discard(item, record)
         elif item.is_last_chunk:
             for seq in (item.seq, *item.forks):
-                seq.append_token(token_ids[seq.seq_id])
+                seq.append_tokens(token_ids[seq.seq_id])
+                if item.drafts:
+                    self.speculator.take_back(item, len(token_ids[seq.seq_id]) - 1, record)
                 self.scheduler.publish(seq, seq.num_computed_tokens)
 
 

@@ -15,14 +15,15 @@ class Progress:
         self._metrics = metrics
         self._start = time.perf_counter()
         self.count = 0  # requests finished so far
-        self._before = (metrics.prefill_tokens, metrics.decode_tokens)
+        self._before = (metrics.prefill_tokens, metrics.decode_tokens - metrics.rejected_tokens)
 
     def update(self, count: int) -> None:
         """Call after each step with the number of requests that have finished so far."""
         seconds = time.perf_counter() - self._start
         prefill = (self._metrics.prefill_tokens - self._before[0]) / seconds
-        decode = (self._metrics.decode_tokens - self._before[1]) / seconds
-        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False)
+        decode = (self._metrics.decode_tokens - self._metrics.rejected_tokens - self._before[1]) / seconds
+        drafts = f", {self._metrics.acceptance}" if self._metrics.drafted_tokens else ""
+        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s{drafts}", refresh=False)
         self._bar.update(count - self.count)
         self.count = count
 

@@ -187,6 +187,14 @@ class Sequence:
         elif num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 
+    def append_tokens(self, token_ids: list[int]) -> None:
+        """Take all that a step has sampled, up to the token that ends the output."""
+        for token_id in token_ids:
+            if not self.is_finished:
+                self.append_token(token_id)
+        if self.logprobs is not None:
+            del self.logprobs[self.num_output_tokens :]
+
     def finish(self, reason: str) -> None:
         """reason: "stop", "length" or "abort". Text held back is released. A finished sequence stays so."""
         if self.is_finished:

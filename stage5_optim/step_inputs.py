@@ -8,22 +8,28 @@ All of it is computed with numpy over whole arrays: a Python loop over 16,000 to
     slot_mapping    where their K and V go: block_table[row, position // block_size] * block_size + rest
     rows            3                  of which tokens the successor is sampled: A is not complete
 
+Drafts (speculative.py) are computed behind the last token of a running text, each a token and a row to sample from.
+
 A CUDA graph has a fixed number of rows. `fill_rows` fills a step up with rows that write nowhere (slot -1) and read
 nothing (length 0).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from .attention import AttentionMetadata
 from .batch import Scheduled
+from .block_manager import BlockMoves
 from .sequence import Sequence
+from .speculative import Ahead, sampled_of
 from .staging import TableRows
 
 MASK64 = 2**64 - 1
+DRAFTS, FORKS = attrgetter("drafts"), attrgetter("forks")
 
 
 @dataclass(frozen=True)
@@ -44,15 +50,54 @@ class StepInputs:
     inverse_temperatures: torch.Tensor
 
 
-def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence]:
+@dataclass(frozen=True)
+class StepPlan:
+    """A step in numbers: all that a process must know to compute it, whoever the sequences are.
+
+    arrays: see `build`. query_lens: tokens of each sequence. size: of the graph that runs the step; None: none does.
+    moves: blocks that are copied first.
+    """
+
+    arrays: dict[str, np.ndarray]
+    query_lens: list[int]
+    size: int | None = None
+    moves: BlockMoves = field(default_factory=BlockMoves)
+
+    @property
+    def needs_sampled(self) -> bool:
+        """Some tokens are still where the last step has put them."""
+        return bool((self.arrays["input_ids"] < 0).any())
+
+
+def plan_step(
+    scheduled: list[Scheduled],
+    tables: TableRows,
+    block_size: int,
+    size: int | None = None,
+    moves: BlockMoves | None = None,
+) -> StepPlan:
+    """The plan of a step. Its block table is valid until the next call."""
+    arrays = build(scheduled, tables, block_size)
+    return StepPlan(arrays, [item.num_tokens for item in scheduled], size, moves or BlockMoves())
+
+
+def sampled_sequences(scheduled: list[Scheduled]) -> list[Sequence | Ahead]:
     """Those that get a token in this step: they lack nothing any more. Samples that fork follow their first one."""
-    return [seq for item in scheduled if item.is_last_chunk for seq in (item.seq, *item.forks)]
+    return [seq for item in scheduled if item.is_last_chunk for seq in sampled_of(item)]
 
 
 def last_rows(scheduled: list[Scheduled]) -> list[int]:
-    """Of all tokens of a step, the last one of each sequence that lacks nothing any more."""
+    """Of all tokens of a step, the last one of each sequence that lacks nothing any more, and the drafts behind it. The
+    last one comes once more for each sample that forks."""
     ends = accumulate(item.num_tokens for item in scheduled)
-    return [end - 1 for end, item in zip(ends, scheduled, strict=True) if item.is_last_chunk]
+    pairs = zip(ends, scheduled, strict=True)
+    if not any(map(DRAFTS, scheduled)) and not any(map(FORKS, scheduled)):  # nearly always: let it be fast
+        return [end - 1 for end, item in pairs if item.is_last_chunk]
+    rows: list[int] = []
+    for end, item in pairs:
+        if item.is_last_chunk:
+            rows += [*range(end - 1 - len(item.drafts), end), *[end - 1] * len(item.forks)]
+    return rows
 
 
 def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dict[str, np.ndarray]:
@@ -63,17 +108,17 @@ def build(scheduled: list[Scheduled], tables: TableRows, block_size: int) -> dic
     for item in scheduled:
         start = item.seq.num_computed_tokens
         token_ids += item.seq.token_ids[start : start + item.num_tokens]
+        token_ids += item.drafts
     ends = lens.cumsum()
     owner = np.repeat(np.arange(len(lens)), lens)  # [T], which sequence a token belongs to
     positions = np.arange(len(owner)) - (ends - lens - starts)[owner]
     block_table = tables.fill([item.block_table for item in scheduled])
     slot_mapping = block_table[owner, positions // block_size] * np.int64(block_size) + positions % block_size
-    samples = [(1 + len(item.forks)) * item.is_last_chunk for item in scheduled]
     return {
         "input_ids": np.array(token_ids, dtype=np.int64),
         "positions": positions,
         "slot_mapping": slot_mapping,
-        "rows": np.repeat(ends - 1, samples),
+        "rows": np.array(last_rows(scheduled), dtype=np.int64),
         **sampling_arrays(sampled_sequences(scheduled)),
         "cu_seqlens_q": offsets(lens),
         "cu_seqlens_k": offsets(starts + lens),
@@ -88,7 +133,7 @@ def count_pairs(scheduled: list[Scheduled]) -> int:
     return sum(count * start + count * (count + 1) // 2 for start, count in counts)
 
 
-def sampling_arrays(seqs: list[Sequence]) -> dict[str, np.ndarray]:
+def sampling_arrays(seqs: list[Sequence | Ahead]) -> dict[str, np.ndarray]:
     return {
         "seeds": np.array([seq.seed & MASK64 for seq in seqs], dtype=np.uint64).view(np.int64),
         "output_positions": np.array([seq.num_output_tokens for seq in seqs], dtype=np.int64),
@@ -101,13 +146,13 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return np.concatenate(([0], lens.cumsum())).astype(np.int32)
 
 
-def fill_rows(arrays: dict[str, np.ndarray], scheduled: list[Scheduled], tables: TableRows, block_size: int) -> int:
+def fill_rows(arrays: dict[str, np.ndarray], plan: StepPlan) -> int:
     """Write a step into the arrays of a graph (see `empty_arrays`), every token as a row. Returns how many rows it has.
 
     A graph decodes: each row is one token with its own length and block table. The tokens of a piece of a prompt are
     rows with one table and lengths that grow by one; K and V of all rows are written before any row looks at them.
     """
-    step = build(scheduled, tables, block_size)
+    step = plan.arrays
     count, rows, block_table = len(step["input_ids"]), step["rows"], step["block_table"]
     for name in ("input_ids", "positions", "slot_mapping"):
         arrays[name][:count] = step[name]
@@ -118,7 +163,7 @@ def fill_rows(arrays: dict[str, np.ndarray], scheduled: list[Scheduled], tables:
         arrays[name][:] = 0
         arrays[name][rows] = step[name]
     if len(block_table) < count:
-        block_table = np.repeat(block_table, [item.num_tokens for item in scheduled], axis=0)
+        block_table = np.repeat(block_table, plan.query_lens, axis=0)
     arrays["block_table"][:count, : block_table.shape[1]] = block_table
     return count
 

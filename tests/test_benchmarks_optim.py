@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import optim, optim_profile, plots_optim, prefix, workloads
+from benchmarks import kv_quality, kv_speed, optim, optim_profile, plots_optim, prefix, workloads
 from benchmarks.optim_engine import known_options, summary
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--repeats", "1"]
@@ -41,7 +41,7 @@ def test_ablation_changes_one_thing_at_a_time(tmp_path):
     rows = measure("ablation", tmp_path, "--workload", "one", "--tokens", "8")["rows"]
     names = ["all on", "no CUDA graphs", "no fused kernels", "no async scheduling", "with prefix caching", "all off"]
     assert [row["name"] for row in rows] == names
-    assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 3]
+    assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 1, 1, 3]
     assert len({row["one"]["samples"][0]["ids_digest"] for row in rows}) == 1
     assert rows[4]["used_options"]["enable_prefix_caching"] is True
     assert rows[4]["one"]["samples"][0]["counters"]["prefix_hit_tokens"] == 0, "the warm-up's prompt must be forgotten"
@@ -173,3 +173,26 @@ def test_ttft_of_a_cached_prompt(tmp_path):
     rows = json.loads((tmp_path / "prefix-ttft.json").read_text())["rows"]
     assert [(row["new_tokens"], row["again_tokens"]) for row in rows] == [(64, 16), (70, 6)]
     assert all(row["ratio"] == row["new_ms"] / row["again_ms"] for row in rows)
+
+
+def test_kv_quality_counts_every_token(tmp_path):
+    """Three caches, the same text, in windows and pieces that do not divide it; other pieces change nothing."""
+    arguments = ["--tokens", "300", "--window", "128", "--piece", "50", "--prompts", "2", "--max-tokens", "6"]
+    assert kv_quality.main([*arguments, *SMALL[:4], "--out", str(tmp_path)]) == 0
+    plain, *others = json.loads((tmp_path / "kv-quality.json").read_text())["rows"]
+    assert plain["perplexity_change"] == 0 and plain["first_differences"] == [None, None]
+    for row in others:
+        assert 0 < abs(row["perplexity_change"]) < 0.1 and row["kv_bytes_per_token"] == 2 * 2 * 2 * 66
+        assert row["tokens_per_byte"] == pytest.approx(4 * 64 / 66)
+    one_piece = kv_quality.main(["--piece", "300", *arguments[:4], *arguments[6:], *SMALL[:4], "--out", str(tmp_path)])
+    again = json.loads((tmp_path / "kv-quality.json").read_text())["rows"]
+    assert one_piece == 0
+    for row, same in zip([plain, *others], again, strict=True):
+        assert row["perplexity"] == pytest.approx(same["perplexity"], rel=1e-3)
+
+
+def test_kv_speed_says_what_it_needs(capsys):
+    """A row that is there, a GPU, a triton: an error of one line, with exit status 2."""
+    with pytest.raises(SystemExit) as ended:
+        kv_speed.main(["--only", "no such step"])
+    assert ended.value.code == 2 and "kv_speed: error:" in capsys.readouterr().err

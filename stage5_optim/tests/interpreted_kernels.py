@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from .. import kernels, ops, sample_kernels, sampling
-from .interpreted_attention import assert_same_bits, mend_interpreter
+from ..quantised_kv import QuantisedKV, dequantise, head_bytes
+from .interpreted_attention import assert_same_bits, bits_of, mend_interpreter
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 EPS = 0.05
@@ -78,6 +79,18 @@ def _calls(dtype: torch.dtype) -> dict[str, Call]:
 CALLS = _calls(torch.float32)
 CALLS |= {f"{name}, fp16": call for name, call in list(_calls(torch.float16).items())[::3]}
 CALLS |= {f"{name}, bf16": call for name, call in list(_calls(torch.bfloat16).items())[1::4]}
+for name, kv_dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+    for tokens, heads, kv_heads, dim in (
+        (1, 4, 2, 32),
+        (2, 9, 3, 64),
+        (3, 2, 2, 80),
+        (17, 20, 10, 32),
+        (2, 16, 8, 128),
+    ):
+        for dtype in (torch.float32, torch.float16):
+            options = dict(norm=tokens != 3, unslotted=4 if tokens == 17 else 0, kv_dtype=kv_dtype)
+            title = f"store_qkv {tokens} x {heads}/{kv_heads} of {dim}, {name}{', fp16' if dtype.itemsize == 2 else ''}"
+            CALLS[title] = Call("store_qkv", (tokens, heads, kv_heads, dim), dtype, options)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +151,7 @@ class Maker:
         arguments |= dict(residual=self.random(rows, columns)) if residual else {}
         return arguments | dict(gated=gated) | (dict(config=config) if config else {})
 
-    def store_qkv(self, tokens, heads, kv_heads, dim, norm=False, unslotted=0) -> dict:
+    def store_qkv(self, tokens, heads, kv_heads, dim, norm=False, unslotted=0, kv_dtype=None) -> dict:
         block_size, blocks = 16, -(-tokens // 16) + 2
         order = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(tokens)).tolist()
         slots = [-1 if token % 2 < unslotted and token < 2 * unslotted else order[token] for token in range(tokens)]
@@ -146,15 +159,21 @@ class Maker:
         angle = torch.arange(100, device=self.device)[:, None] * torch.logspace(0, -3, dim // 2, device=self.device)
         cos_sin = guarded((100, 2, dim // 2), self.dtype, self.device)[0]
         cos_sin.copy_(torch.stack((angle.cos(), angle.sin()), dim=1))
-        pool = guarded((3, 2, blocks, block_size, kv_heads, dim), self.dtype, self.device)[0]
+        qkv = self.random(tokens, (heads + 2 * kv_heads) * dim, scale=0.3)
+        kv = guarded((3, 2, blocks, block_size, kv_heads, dim), self.dtype, self.device)[0][1]
+        if kv_dtype:
+            size = 2 * block_size * kv_heads * head_bytes(dim, kv_dtype)
+            pool = torch.full((3, blocks, size), 255, dtype=torch.uint8, device=self.device)
+            kv = QuantisedKV.view(pool[1], block_size, kv_heads, dim, kv_dtype)
+            qkv *= torch.tensor([1.0, 0.0, 100.0, 0.02], device=self.device).to(qkv)[torch.arange(tokens) % 4][:, None]
         return dict(
-            qkv=self.random(tokens, (heads + 2 * kv_heads) * dim, scale=0.3),
+            qkv=qkv,
             positions=self.integers([(7 * token + 99) % 100 for token in range(tokens)]),
             cos_sin=cos_sin,
             q_norm=self.random(dim) if norm else None,
             k_norm=self.random(dim) if norm else None,
             eps=EPS,
-            kv=pool[1],
+            kv=kv,
             slot_mapping=self.integers(slots),
         )
 
@@ -185,12 +204,36 @@ def check_cache(kv: torch.Tensor, expected: torch.Tensor, tolerance: float) -> N
     assert_same_bits(found.flatten(0, 1), pool.flatten(0, 1))
 
 
+def check_quantised(kv: QuantisedKV, expected: torch.Tensor, arguments: dict, tolerance: float) -> None:
+    """V to the bit as the reference, K within the error of a byte, and not a byte changed elsewhere."""
+    whole, (_, blocks, block_size, heads, dim) = bits_of(kv), kv.shape
+    whole = whole.view(3, blocks, -1)
+    after = torch.full_like(whole, 255)
+    reference = QuantisedKV.view(after[1], block_size, heads, dim, kv.numbers.dtype)
+    slots = arguments["slot_mapping"]
+    v = arguments["qkv"].unflatten(1, (-1, dim))[slots >= 0, -heads:]
+    reference.write(v, v, slots[slots >= 0])
+    written = reference.scales[0].isfinite().all(-1)  # [blocks, block_size]
+    for own, theirs in ((kv.numbers, reference.numbers), (kv.scales, reference.scales)):
+        theirs[0].copy_(torch.where(written.view(*written.shape, *[1] * (own.ndim - 3)), own[0], theirs[0]))
+    assert_same_bits(whole, after)
+    expected, scales = expected.to(kv.pairs.device)[0][written], kv.scales[0][written].double()
+    found = dequantise(kv.numbers[0][written], scales, torch.float64)
+    half_step = scales[..., None] * 0.501 if kv.numbers.dtype == torch.int8 else expected.abs() / 15.9
+    error = (
+        (found - expected).abs() - half_step - scales[..., None] * 2**-10 - tolerance * expected.abs().amax(-1, True)
+    )
+    assert (error <= 0).all(), f"K is off by {error.max():.1e} more than a byte explains"
+
+
 def check(call: Call, device: str = "cpu", seed: int = 0) -> None:
     """Run a call: its result is that of float64, and what it was given is as it was."""
     if call.op == "sample":
         return check_sample(*call.sizes, call.dtype, device, seed)
     arguments = getattr(Maker(call.dtype, device, seed), call.op)(*call.sizes, **call.options)
     reference = exact(arguments, "cpu" if call.op == "store_qkv" else device)
+    if isinstance(kv := arguments.get("kv"), QuantisedKV):
+        reference["kv"] = torch.full(kv.shape, float("nan"), dtype=torch.float64)
     before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor) and name != "kv"}
     expected = getattr(ops, call.op)(**{name: x for name, x in reference.items() if name != "config"})
     with guarded_results():
@@ -198,7 +241,9 @@ def check(call: Call, device: str = "cpu", seed: int = 0) -> None:
     assert out.dtype == call.dtype
     assert_close(out, expected, TOLERANCE[call.dtype])
     assert all(arguments[name].equal(x) for name, x in before.items()), "an argument has changed"
-    if call.op == "store_qkv":
+    if isinstance(kv, QuantisedKV):
+        check_quantised(kv, reference["kv"], arguments, TOLERANCE[call.dtype])
+    elif call.op == "store_qkv":
         check_cache(arguments["kv"], reference["kv"], TOLERANCE[call.dtype])
 
 

@@ -21,6 +21,8 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 64 * 8  # K and V, layers, KV heads, head_dim, flo
 BLOCK = 16  # tokens
 NOTHING_LOST = ("preemptions", "recomputed_tokens", "swapped_out_blocks", "swapped_in_blocks", "cow_copies")
 NOTHING_LOST += ("prefix_query_tokens", "prefix_hit_tokens", "graph_replays", "padding_tokens", "discarded_tokens")
+NOTHING_LOST += ("all_reduces",)
+NOTHING_LOST += ("drafted_tokens", "accepted_tokens", "draft_tokens_forwarded")
 
 
 def work(p: int, m: int) -> dict[str, int]:

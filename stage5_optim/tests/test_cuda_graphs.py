@@ -22,7 +22,7 @@ from ..model_runner import ModelRunner
 from ..sampling import sample
 from ..sequence import Sequence
 from ..staging import TableRows
-from ..step_inputs import StepInputs, count_pairs, empty_arrays, fill_rows, last_rows
+from ..step_inputs import StepInputs, StepPlan, count_pairs, empty_arrays, fill_rows, last_rows, plan_step
 from .helpers import make_checkpoint
 from .script import new_engine
 from .test_batching import some_prompt
@@ -107,7 +107,7 @@ def test_every_token_is_a_row_and_padding_does_nothing(steps, more, wider):
     kinds = {name: (array.dtype, array.shape, array.ctypes.data) for name, array in arrays.items()}
     spoil(arrays)
     for items, block_size in steps:
-        assert fill_rows(arrays, items, tables, block_size) == num_tokens(items)
+        assert fill_rows(arrays, plan_step(items, tables, block_size)) == num_tokens(items)
         assert_rows(arrays, items, block_size)
         assert {name: (array.dtype, array.shape, array.ctypes.data) for name, array in arrays.items()} == kinds
 
@@ -162,7 +162,7 @@ def test_what_was_sent_is_readable_until_the_step_after(steps):
     graphs = DecodeGraphs(lambda inputs: inputs.positions, [size], width, 64, CPU)
     memory, tables, sent = graphs._memory[size], TableRows(), []
     for items, block_size in steps:
-        inputs = graphs.prepare(size, items, tables, block_size)
+        inputs = graphs.prepare(plan_step(items, tables, block_size, size))
         host = memory._hosts[memory._turn]
         if sent:
             before, content = sent[-1]
@@ -213,7 +213,7 @@ def test_each_graph_reads_in_its_own_memory():
             items = steps_up_to(size)[round % len(steps_up_to(size))]
             memory = graphs._memory[size]
             memory._device.fill_(255)  # whatever is read there was sent
-            inputs, sent[size] = graphs.prepare(size, items, tables, 4), items
+            inputs, sent[size] = graphs.prepare(plan_step(items, tables, 4, size)), items
             assert addresses(inputs) == addresses(memory.inputs) == places[size]
             assert inputs.metadata.query_lens == memory.inputs.metadata.query_lens == [1] * size
             assert memory.inputs.metadata.seq_lens == [64] * size, "what is recorded must do for the longest context"
@@ -272,7 +272,7 @@ def test_what_is_recorded_and_what_a_replay_reads(monkeypatch):
     calls.clear()
     for size in [*graphs.sizes, *reversed(graphs.sizes)]:
         for items in steps_up_to(size):
-            inputs = graphs.prepare(size, items, tables, 4)
+            inputs = graphs.prepare(plan_step(items, tables, 4, size))
             assert inputs.metadata.seq_lens == [64] * size, "the host's numbers are those of the recording"
             wanted = [1000 * p + 10 * (p + 1) for item in items for p in tokens_of(item)]
             blocks = [item.block_table[0] for item in items for _ in tokens_of(item)]
@@ -599,8 +599,8 @@ def test_what_a_long_table_left_is_not_read(engine):
     tokens(llm, [some_prompt(30), some_prompt(30, 3), some_prompt(30, 5)], SamplingParams(**GREEDY, max_tokens=20))
     sent, prepare = [], llm.model_runner.graphs.prepare
 
-    def watched(size, scheduled, tables, block_size):
-        inputs = prepare(size, scheduled, tables, block_size)
+    def watched(plan):
+        inputs = prepare(plan)
         sent.append({name: array.copy() for name, array in as_arrays(inputs).items()})
         return inputs
 
@@ -724,6 +724,10 @@ def decoding(llm: LLM, count: int, chunk: int = 0) -> list[Scheduled]:
     return scheduled
 
 
+def plan_of(runner: ModelRunner, scheduled: list[Scheduled], size: int | None = None) -> StepPlan:
+    return plan_step(scheduled, TableRows(), runner.kv_cache.block_size, size)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "count, chunk",
@@ -740,14 +744,14 @@ def test_gpu_a_replay_is_the_same_step_run_eagerly(on_gpu, count, chunk):
     assert size == fitting(count, 80)
     with torch.inference_mode():
         before = runner.kv_cache.data.clone()
-        inputs = runner.prepare_graph(size, scheduled)
+        inputs = runner.prepare(plan_of(runner, scheduled, size))
         replayed = runner.graphs.replay(size, inputs)[:count].clone()
         sampled, written = runner.sampled[:count].clone(), runner.kv_cache.data.clone()
         runner.kv_cache.data.copy_(before)
         eager = runner.decode(runner.graphs._memory[size].inputs)[:count].clone()
         again, written_again = runner.sampled[:count].clone(), runner.kv_cache.data.clone()
         runner.kv_cache.data.copy_(before)
-        plain = runner.forward(runner.prepare(scheduled))
+        plain = runner.forward(runner.prepare(plan_of(runner, scheduled)))
         torch.cuda.synchronize()
     assert replayed.view(torch.int32).equal(eager.view(torch.int32))
     assert written.view(torch.int32).equal(written_again.view(torch.int32))
@@ -775,7 +779,7 @@ def test_gpu_padding_writes_nowhere(on_gpu, chunk):
     with torch.inference_mode():
         runner.kv_cache.data[:, :, list(llm.block_manager._pool.free)] = float("nan")
         before = runner.kv_cache.data.clone()
-        logits = runner.graphs.replay(8, runner.prepare_graph(8, scheduled))[:5]
+        logits = runner.graphs.replay(8, runner.prepare(plan_of(runner, scheduled, 8)))[:5]
     changed = (runner.kv_cache.data.view(torch.int32) != before.view(torch.int32)).flatten(4).any(-1).any(0).any(0)
     size = runner.kv_cache.block_size
     at = [(place, item.block_table) for item in scheduled for place in tokens_of(item)]

@@ -73,6 +73,8 @@ LARGE = {
     "silu_mul 256": Call("silu_mul", (256, 3072)),
     "silu_mul 4096": Call("silu_mul", (4096, 3072)),
 }
+for name, kv_dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+    LARGE[f"store_qkv 4096, {name}"] = Call("store_qkv", (4096, 16, 8, 128), options=dict(norm=True, kv_dtype=kv_dtype))
 for rows in (1, 2, 3, 4):
     LARGE[f"gemv {rows}, qkv"] = Call("gemv", (rows, 4096, 1024), options=dict(norm=True))
     LARGE[f"gemv {rows}, o"] = Call("gemv", (rows, 1024, 2048), options=dict(residual=True))

@@ -53,12 +53,13 @@ def test_splits_fill_the_gpu_and_no_more(programs, longest):
     assert (splits > 1) == (programs <= 132 and longest >= 256)
 
 
+@pytest.mark.parametrize("is_bytes", [True, False])
 @pytest.mark.parametrize("is_decode", [True, False])
 @pytest.mark.parametrize("group", [1, 3, 8, 71])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_tiles_hold_a_group_and_suit_tensor_cores(head_dim, group, itemsize, is_decode):
-    config = kernel_config(head_dim, group, itemsize, is_decode)
+def test_tiles_hold_a_group_and_suit_tensor_cores(head_dim, group, itemsize, is_decode, is_bytes):
+    config = kernel_config(head_dim, group, itemsize, is_decode, is_bytes)
     assert config["BLOCK_M"] >= max(16, group) and config["BLOCK_N"] >= 16
     assert all(config[name].bit_count() == 1 for name in ("BLOCK_M", "BLOCK_N", "num_warps"))
 
@@ -115,6 +116,27 @@ def test_compiled_shape(heads, head_dim, dtype):
     """Models' groups and head dims: each is a kernel of its own, with tiles of its own."""
     for splits in (1, 5):
         check(Step(GPU_SHAPES["mixed"], heads, head_dim, 16, dtype, splits=splits), "cuda")
+
+
+BYTES = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kv_dtype", BYTES, ids=str)
+@pytest.mark.parametrize("shapes", GPU_SHAPES)
+def test_compiled_step_over_bytes(shapes, kv_dtype, dtype):
+    """In bf16 bytes are widened by assembly, which no interpreter has tried."""
+    check(Step(GPU_SHAPES[shapes], (16, 8), 128, 16, dtype, kv_dtype=kv_dtype), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((16, 2), 80), ((8, 1), 256)], ids=str)
+@pytest.mark.parametrize("kv_dtype", BYTES, ids=str)
+def test_compiled_shape_over_bytes(heads, head_dim, kv_dtype):
+    for splits, block_size in ((1, 16), (5, 16), (3, 48)):
+        step = Step(GPU_SHAPES["mixed"], heads, head_dim, block_size, torch.bfloat16, splits=splits, kv_dtype=kv_dtype)
+        check(step, "cuda")
 
 
 @pytest.mark.gpu

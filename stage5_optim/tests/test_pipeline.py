@@ -695,7 +695,7 @@ def serve_all(
 # What can be called often fails in every so many of its calls only.
 ALL_PLACES = {name: (place, 1) for name, place in PLACES.items() if name != "postprocess: record"} | {
     "launch": ((Pipeline, "_launch"), 1),
-    "launch: build": ((model_runner, "build"), 1),
+    "launch: build": ((model_runner, "plan_step"), 1),
     "launch: tables": ((TableRows, "fill"), 2),
     "launch: to the host": ((ModelRunner, "send_to_host"), 2),
     "launch: pending": ((Sequence, "append_pending"), 5),
