@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from . import plots, plots_paged  # noqa: F401 (notebooks call their functions through this module)
+from . import plots, plots_optim, plots_paged, plots_prefix  # noqa: F401 (for the notebooks)
 from .common import OUT, ROOT, colour, default_device, label
 from .plots import finish, source
 from .serve import drive
@@ -27,6 +27,7 @@ LIVE = "Counted in this notebook with the model tiny: the same on every machine.
 GREY, HATCH, ALARM = "#999999", "////", "#D55E00"
 OWNERS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]  # Okabe-Ito
 NAIVE, CACHED, BATCHING, PAGED = "stage1_naive", "stage2_kvcache", "stage3_batching", "stage4_paged"
+OPTIM = "stage5_optim"
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm would like ipywidgets; no figure needs them
 
@@ -479,4 +480,57 @@ def who_holds(log: list, num_blocks: int, big: int, last_step: int) -> Figure:
     names = ["small requests", f"{len(documents)} documents, {big} blocks or more at once", "a preemption"]
     axis.legend([*stack, marks], names, frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0))
     axis.set(xlabel="call of the scheduler", ylabel="blocks held", xlim=(0, last_step), ylim=(0, num_blocks * 1.12))
+    return finish(fig, LIVE)
+
+
+# Stage 5, and all stages together.
+
+
+def launches(document: dict) -> Figure:
+    """A decode step of each row: how many kernels and launches it takes, and how much of its time the GPU works."""
+    batches = list(document["rows"][0]["batches"])
+    fig, axes = plt.subplots(len(batches), 2, figsize=(9, 0.8 + 1.5 * len(batches)), sharey=True, squeeze=False)
+    for (left, right), batch in zip(axes, batches, strict=True):
+        for row in document["rows"]:
+            name, found = row["name"], row["batches"][batch]
+            left.barh(name, found["kernels"], color="#dddddd", label="kernels")
+            left.barh(name, found["launches"], height=0.4, color=colour(OPTIM), label="launches from Python")
+            left.text(found["kernels"] + 30, name, f"{found['kernels']:,.0f} kernels, {found['launches']:,.0f} launches",
+                      va="center", fontsize=8)  # fmt: skip
+            right.barh(name, found["wall_ms"], color="white", edgecolor=GREY, hatch=HATCH, linewidth=0.5)
+            right.barh(name, found["busy_ms"], color=colour(OPTIM))
+            right.text(found["wall_ms"] * 1.02 + 0.3, name, f"{found['wall_ms']:.2f} ms, busy {found['busy_share']:.0%}",
+                       va="center", fontsize=8)  # fmt: skip
+        left.set(title=f"batch {batch}: kernels (grey), launches (colour)", xlim=(0, 3200))
+        right.set(title=f"batch {batch}: ms per step, GPU busy (colour)", xlim=(0, 48))
+    for axis in axes.flat:
+        axis.title.set_fontsize(9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].invert_yaxis()
+    return finish(fig, source(document))
+
+
+def tokens_over_steps(traces: dict[str, list], foot: str) -> Figure:
+    """How many tokens a text has after each step: without drafts one more in each."""
+    fig, (axis,) = _axes(1, width=6)
+    styles = [(GREY, "--"), (colour(OPTIM), "-"), (OWNERS[0], "-.")]
+    for (name, trace), (shade, style) in zip(traces.items(), styles, strict=False):
+        made = list(accumulate(1 + record.accepted_tokens for record in trace))
+        axis.step(range(1, len(made) + 1), made, style, where="post", color=shade, label=f"{name}: {len(made)} steps")
+    axis.set(xlabel="steps of the target model", ylabel="tokens of the text", xlim=(0, None), ylim=(0, None))
+    _legend(axis, loc="lower right")
+    return finish(fig, foot)
+
+
+def counters(rows: dict[str, dict[str, float]]) -> Figure:
+    """One panel per counter, one bar per stage. rows: stage -> counter -> value."""
+    names = list(next(iter(rows.values())))
+    fig, axes = _axes(len(names), height=0.9 + 0.34 * len(rows), width=11, sharey=True)
+    for axis, name in zip(axes, names, strict=True):
+        values = [row[name] for row in rows.values()]
+        bars = axis.barh([label(stage) for stage in rows], values, color=[colour(stage) for stage in rows])
+        axis.bar_label(bars, [number(value) for value in values], padding=3, fontsize=8)
+        axis.set_title(name, fontsize=9)
+        axis.set(xlim=(0, max(values) * 1.4 or 1), xticks=[])
+    axes[0].invert_yaxis()
     return finish(fig, LIVE)
