@@ -492,22 +492,26 @@ def launches(document: dict) -> Figure:
     fig, axes = plt.subplots(len(batches), 2, figsize=(9, 0.8 + 1.5 * len(batches)), sharey=True, squeeze=False)
     for (left, right), batch in zip(axes, batches, strict=True):
         for row in document["rows"]:
-            name, found = row["name"], row["batches"][batch]
-            left.barh(name, found["kernels"], color="#dddddd", label="kernels")
-            left.barh(name, found["launches"], height=0.4, color=colour(OPTIM), label="launches from Python")
-            left.text(found["kernels"] + 30, name, f"{found['kernels']:,.0f} kernels, {found['launches']:,.0f} launches",
-                      va="center", fontsize=8)  # fmt: skip
-            right.barh(name, found["wall_ms"], color="white", edgecolor=GREY, hatch=HATCH, linewidth=0.5)
-            right.barh(name, found["busy_ms"], color=colour(OPTIM))
-            right.text(found["wall_ms"] * 1.02 + 0.3, name, f"{found['wall_ms']:.2f} ms, busy {found['busy_share']:.0%}",
-                       va="center", fontsize=8)  # fmt: skip
-        left.set(title=f"batch {batch}: kernels (grey), launches (colour)", xlim=(0, 3200))
-        right.set(title=f"batch {batch}: ms per step, GPU busy (colour)", xlim=(0, 48))
-    for axis in axes.flat:
-        axis.title.set_fontsize(9)
-        axis.spines[["top", "right"]].set_visible(False)
+            _launches_and_time(left, right, row["name"], row["batches"][batch])
+        left.set_title(f"batch {batch}: kernels (grey), launches (colour)", fontsize=9)
+        right.set_title(f"batch {batch}: ms per step, GPU busy (colour)", fontsize=9)
+        left.set_xlim(0, left.get_xlim()[1] * 1.8)
+        right.set_xlim(0, right.get_xlim()[1] * 1.5)
+        for axis in (left, right):
+            axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].invert_yaxis()
     return finish(fig, source(document))
+
+
+def _launches_and_time(left, right, name: str, step: dict) -> None:
+    kernels, calls, wall = step["kernels"], step["launches"], step["wall_ms"]
+    left.barh(name, kernels, color="#dddddd")
+    left.barh(name, calls, height=0.4, color=colour(OPTIM))
+    right.barh(name, wall, color="white", edgecolor=GREY, hatch=HATCH, linewidth=0.5)
+    right.barh(name, step["busy_ms"], color=colour(OPTIM))
+    words = f"{kernels:,.0f} kernels, {calls:,.0f} {'launch' if calls == 1 else 'launches'}"
+    for axis, end, text in ((left, kernels, words), (right, wall, f"{wall:.2f} ms, busy {step['busy_share']:.0%}")):
+        axis.annotate(text, (end, name), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def tokens_over_steps(traces: dict[str, list], foot: str) -> Figure:
