@@ -107,7 +107,7 @@ class DecodeGraphs:
             self._step(inputs)  # kernels are compiled and libraries set up outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has threads of its own
                 self._outputs[size] = self._step(inputs)
             self._graphs[size] = graph
 

@@ -217,6 +217,9 @@ class ModelRunner:
         taken = (free - free_memory(self.device)) / 2**30
         logger.info(f"{len(sizes)} graphs up to {sizes[-1]} rows: {time.perf_counter() - start:.1f} s, {taken:.2f} GiB")
 
+    def let_graphs_go(self) -> None:
+        self.graphs = None
+
     @property
     def samples_in_graph(self) -> bool:
         return self.ops is not torch_ops and self.ranks.rank == 0

@@ -27,7 +27,7 @@ import pickle
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -50,6 +50,7 @@ class OneRank:
     rank, size = 0, 1
     is_closed = False
     notes = ""  # what the first log line says of the ranks
+    before_end: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)  # a weak reference: lets graphs go
 
     def __init__(self):
         self.shard = Shard()
@@ -100,6 +101,7 @@ class Ranks(OneRank):
         self._quick_sum: QuickSum | None = None
         self._num_checked = 0 if os.environ.get(CHECK) == "1" else None
         self.is_closed = False
+        link.stop_sums = weakref.WeakMethod(self._stop_sums)
         weakref.finalize(self, link.end)  # an engine that nobody closes; and at the end of the program
 
     def ops(self, ops: ModuleType) -> SimpleNamespace:
@@ -108,7 +110,7 @@ class Ranks(OneRank):
 
     def connect(self, dtype: torch.dtype) -> None:
         self._group = self._link.connect(self.rank, self.size, self._device)
-        self._quick_sum, reason = make_quick_sum(self, self._link.store, dtype, self._device)
+        self._quick_sum, reason = make_quick_sum(self, self._link.store, self._group, dtype, self._device)
         library = "NCCL" if self._device.type == "cuda" else "gloo"
         self.notes = f", {self.size} ranks that sum by {f'{reason} and ' if self._quick_sum else ''}{library}"
         if self._quick_sum is None:
@@ -176,10 +178,29 @@ class Ranks(OneRank):
         if not self.is_closed:
             self.is_closed = True
             self._link.end(patience)
-            if self._group is not None and self._device.type == "cuda":
-                with suppress(RuntimeError):
-                    self._group.abort()
+            aborting = self._abort()
+            if let_graphs_go := self.before_end():
+                let_graphs_go()
+            aborting.join(PATIENCE)
             self._group = self._quick_sum = None
+
+    def _stop_sums(self) -> None:
+        """Another rank has failed. What runs on this GPU waits for it, and would do so for ever."""
+        self._abort()
+        if self._quick_sum is not None:
+            self._quick_sum.act_for_the_others()
+
+    def _abort(self) -> threading.Thread:
+        """End the group. In a thread: NCCL stops its kernels at once, but comes back only when no graph knows it any
+        more."""
+
+        def abort(group: torch.distributed.Backend | None) -> None:
+            with suppress(RuntimeError, AttributeError):
+                group.abort()
+
+        thread = threading.Thread(target=abort, args=(self._group,), daemon=True)
+        thread.start()
+        return thread
 
     def _check_equal(self, plan: StepPlan) -> None:
         """With CHECK: raises RuntimeError if another rank is about to compute another step."""

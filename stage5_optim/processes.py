@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -44,9 +45,10 @@ def make_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
 
 class Link:
     """How a rank talks to the others before and beside the sums: what the three kinds have in common. store: small
-    values that all ranks can read."""
+    values that all ranks can read. stop_sums: a weak reference to what is called when a rank has failed."""
 
     store: dist.Store
+    stop_sums: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def send(self, message: bytes) -> None:
         """To all other ranks. Rank 0 alone."""
@@ -78,7 +80,6 @@ class Started(Link):
         self._failure: str | None = None
         self._failed = threading.Event()
         self._woken, self._wake = Pipe(duplex=False)
-        self._group: dist.Backend | None = None
         self._is_ended = False
         try:
             for rank in range(1, size):
@@ -104,8 +105,7 @@ class Started(Link):
         while self.store.add("ready", 0) < size - 1:  # the group's own waiting would not notice that somebody has died
             if self._failed.wait(0.02):
                 raise RuntimeError(self._failure)
-        self._group = make_group(self.store, rank, size, device)
-        return self._group
+        return make_group(self.store, rank, size, device)
 
     def send(self, message: bytes) -> None:
         for pipe in self._pipes:
@@ -132,9 +132,8 @@ class Started(Link):
         for process in self._processes:
             process.kill()
             process.wait()
-        if self._group is not None:
-            with suppress(RuntimeError):
-                self._group.abort()  # a sum on a GPU would go on for ever
+        if stop_sums := self.stop_sums():
+            stop_sums()
 
     def _cause(self) -> str:
         """Which rank it was, and why. Who was killed could not say so."""
@@ -168,7 +167,6 @@ class Started(Link):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._group = None
 
 
 class Parent(Link):

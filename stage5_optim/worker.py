@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -90,6 +91,7 @@ def build_runner(
     seed, ops = setup.config.seed or 0, ranks.ops(setup.features.ops)
     model = checkpoint.build_model(*shape, setup.weights, seed, ops, ranks.shard)
     runner = ModelRunner(model, None, resolved.device, tokenizer, setup.features.ops, most, ranks)
+    ranks.before_end = weakref.WeakMethod(runner.let_graphs_go)
     ranks.connect(setup.resolved.dtype)
     runner.kv_cache = build_cache(setup, ranks, memory_for_cache(setup, runner, proposer or Proposer()))
     if setup.features.cuda_graphs:

@@ -1,6 +1,7 @@
 """benchmarks.optim measures what it says with each of its commands, and reads a GPU's trace rightly."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -37,12 +38,15 @@ def test_speed_has_both_stages_and_workloads(tmp_path, monkeypatch):
 
 
 def test_ablation_changes_one_thing_at_a_time(tmp_path):
-    """Each row differs from "all on" in one option, the last in all; the same tokens come out of all."""
+    """Each row differs from "all on" in one option, the last in all; all that round alike make the same tokens."""
     rows = measure("ablation", tmp_path, "--workload", "one", "--tokens", "8")["rows"]
-    names = ["all on", "no CUDA graphs", "no fused kernels", "no async scheduling", "with prefix caching", "all off"]
+    names = ["all on", "no CUDA graphs", "no fused kernels", "no async scheduling", "with prefix caching"]
+    names += ["with int8 KV", "with fp8 KV", "all off"]
     assert [row["name"] for row in rows] == names
     assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 1, 1, 3]
-    assert len({row["one"]["samples"][0]["ids_digest"] for row in rows}) == 1
+    exact = [row for row in rows if "kv_cache_dtype" not in row["options"]]
+    assert len(exact) == 6 and len({row["one"]["samples"][0]["ids_digest"] for row in exact}) == 1
+    assert [rows[0]["kv_pool_bytes"] > 1.8 * row["kv_pool_bytes"] for row in rows[5:7]] == [True, True]
     assert rows[4]["used_options"]["enable_prefix_caching"] is True
     assert rows[4]["one"]["samples"][0]["counters"]["prefix_hit_tokens"] == 0, "the warm-up's prompt must be forgotten"
     assert (tmp_path / "optim-ablation.png").stat().st_size > 5000
@@ -59,6 +63,19 @@ def test_waterfall_steps_are_of_all_requests(tmp_path):
         assert 3 <= len(found["samples"][0]["gaps_ms"]) <= 6 and found["ms_per_step"] > 0
         assert found["samples"][0]["counters"]["prefill_tokens"] == 3 * 128
     assert (tmp_path / "optim-waterfall.png").stat().st_size > 5000
+
+
+def test_parallel_rows_share_the_model(tmp_path, monkeypatch):
+    """Two processes on a CPU too; a row's environment is gone after it."""
+    rows = measure("parallel", tmp_path, "--batches", "1", "2", "--tokens", "6")["rows"]
+    assert [row["used_options"].get("tensor_parallel_size", 1) for row in rows] == [1, 2, 2]
+    for row in rows:
+        assert list(row["batches"]) == ["1", "2"]
+        counters = row["batches"]["2"]["samples"][0]["counters"]
+        assert bool(counters["all_reduces"]) == (row is not rows[0])
+        assert counters["prefill_tokens"] == 2 * 128
+    assert "INFERENCE_STAGES_QUICK_SUMS" not in os.environ
+    assert (tmp_path / "optim-parallel.png").stat().st_size > 5000
 
 
 def test_profile_on_a_cpu_says_so_and_profiles_operations(tmp_path, capsys):
