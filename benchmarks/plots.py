@@ -42,6 +42,13 @@ def source(document: dict) -> str:
     return f"{caption(document)}\n{document['environment']['command']}"
 
 
+def whiskers(axis, names: list[str], runs: list[list[float]]) -> None:
+    """A thin line over each bar, from the least to the most of its runs; nothing where there was one run."""
+    for name, values in zip(names, runs, strict=True):
+        if len(values) > 1:
+            axis.plot([min(values), max(values)], [name, name], color="#555555", marker="|", markersize=5, linewidth=1)
+
+
 def draw_compare(document: dict, path: Path | None = None) -> Figure:
     """Three bar charts side by side: speed, work, memory."""
     rows = document["rows"]
@@ -60,6 +67,9 @@ def draw_compare(document: dict, path: Path | None = None) -> Figure:
         axis.set_title(title, fontsize=10)
         axis.set_xlim(0, max(values) * 1.25 or 1)
         axis.spines[["top", "right"]].set_visible(False)
+    samples = {engine: result["samples"] for engine, result in document["results"].items()}
+    speeds = [[row["tokens"] / sample["seconds"] for sample in samples[row["engine"]]] for row in rows]
+    whiskers(axes[0], [label(row["engine"]) for row in rows], speeds)
     axes[0].invert_yaxis()
     return finish(fig, source(document), path)
 
@@ -92,13 +102,17 @@ def _bars(axis, names: list[str], values: list[float], colours: list[str], title
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _panels(document: dict, path: Path | None, panels: list[tuple[str, str, str]], shade) -> Figure:
-    """One row of bar charts over the same rows. panels: (key, title, number format)."""
+def _panels(
+    document: dict, path: Path | None, panels: list[tuple[str, str, str]], shade, runs: dict[str, list] | None = None
+) -> Figure:
+    """One row of bar charts over the same rows. panels: (key, title, number format). runs: key -> all runs per row."""
     rows = document["rows"]
     fig, axes = plt.subplots(1, len(panels), figsize=(11, 1.2 + 0.32 * len(rows)), sharey=True)
     for axis, (key, title, form) in zip(axes, panels, strict=True):
         values = [row[key] for row in rows]
-        _bars(axis, [row["name"] for row in rows], values, [shade(row) for row in rows], title, form)
+        names = [row["name"] for row in rows]
+        _bars(axis, names, values, [shade(row) for row in rows], title, form)
+        whiskers(axis, names, (runs or {}).get(key, [[]] * len(rows)))
     axes[0].invert_yaxis()
     return finish(fig, source(document), path)
 
@@ -117,8 +131,11 @@ def draw_claims(document: dict, path: Path | None = None) -> Figure:
 
 def draw_stalls(document: dict, path: Path | None = None) -> Figure:
     """The longest wait between two tokens of a running text."""
-    work = ("longest_gap_work", "longest wait, tokens of work", "{:,.0f}")
-    return _panels(document, path, [work, ("longest_gap_ms", "longest wait, ms", "{:,.0f}")], _static_is_grey)
+    panels = [("longest_gap_work", "longest wait, tokens of work", "{:,.0f}")]
+    panels.append(("longest_gap_ms", "longest wait, ms", "{:,.0f}"))
+    samples = [row["result"]["samples"] for row in document["rows"]]
+    waits = [[1000 * max(r["longest_gap_seconds"] for r in one["requests"][:4]) for one in runs] for runs in samples]
+    return _panels(document, path, panels, _static_is_grey, {"longest_gap_ms": waits})
 
 
 def draw_throughput(document: dict, path: Path | None = None) -> Figure:
