@@ -42,11 +42,13 @@ def source(document: dict) -> str:
     return f"{caption(document)}\n{document['environment']['command']}"
 
 
-def whiskers(axis, names: list[str], runs: list[list[float]]) -> None:
-    """A thin line over each bar, from the least to the most of its runs; nothing where there was one run."""
-    for name, values in zip(names, runs, strict=True):
+def whiskers(axis, runs: list[list[float]]) -> None:
+    """A thin line at the foot of each bar, from the least to the most of its runs; none where there was one run."""
+    for place, values in enumerate(runs):
         if len(values) > 1:
-            axis.plot([min(values), max(values)], [name, name], color="#555555", marker="|", markersize=5, linewidth=1)
+            axis.plot(
+                [min(values), max(values)], [place + 0.3] * 2, color="#333333", marker="|", markersize=5, linewidth=1
+            )
 
 
 def draw_compare(document: dict, path: Path | None = None) -> Figure:
@@ -69,7 +71,7 @@ def draw_compare(document: dict, path: Path | None = None) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     samples = {engine: result["samples"] for engine, result in document["results"].items()}
     speeds = [[row["tokens"] / sample["seconds"] for sample in samples[row["engine"]]] for row in rows]
-    whiskers(axes[0], [label(row["engine"]) for row in rows], speeds)
+    whiskers(axes[0], speeds)
     axes[0].invert_yaxis()
     return finish(fig, source(document), path)
 
@@ -110,9 +112,8 @@ def _panels(
     fig, axes = plt.subplots(1, len(panels), figsize=(11, 1.2 + 0.32 * len(rows)), sharey=True)
     for axis, (key, title, form) in zip(axes, panels, strict=True):
         values = [row[key] for row in rows]
-        names = [row["name"] for row in rows]
-        _bars(axis, names, values, [shade(row) for row in rows], title, form)
-        whiskers(axis, names, (runs or {}).get(key, [[]] * len(rows)))
+        _bars(axis, [row["name"] for row in rows], values, [shade(row) for row in rows], title, form)
+        whiskers(axis, (runs or {}).get(key, []))
     axes[0].invert_yaxis()
     return finish(fig, source(document), path)
 
