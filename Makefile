@@ -9,12 +9,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test curve diff lint clean
+.PHONY: help demo test curve notebooks diff lint clean
 
 help:
 	@echo "make demo              all stages side by side on SmolLM2-135M: table, picture, JSON"
 	@echo "make test              all tests"
 	@echo "make curve             time of one token against its position, stage 1 against stage 2"
+	@echo "make notebooks         runs the course's notebooks from the top, in place, and checks them; then: $(VENV)/bin/jupyter lab notebooks"
 	@echo "make diff FROM=1 TO=2  what a stage changes, file by file, with the reasons"
 	@echo "make diff FROM=4 TO=5 FEATURE=prefix  one feature of a stage that has several; also kernels, graphs, async, quantised"
 	@echo "PYTHON=python3.12 chooses the interpreter; SYSTEM_TORCH=1 uses its torch instead of the pinned one"
@@ -35,6 +36,13 @@ test: $(VENV)/ready
 
 curve: $(VENV)/ready
 	$(RUN) -m benchmarks.curve
+
+$(VENV)/notebooks: $(VENV)/ready
+	$(RUN) -m pip install -q -c $(VENV)/constraints.txt -e '.[notebooks]'
+	@touch $@
+
+notebooks: $(VENV)/notebooks
+	$(RUN) tools/notebooks.py run
 
 diff: $(VENV)/ready
 	@$(RUN) tools/lineage.py diff $(FROM) $(TO) $(FILE) $(if $(FEATURE),--feature $(FEATURE))

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ def environment(device: str) -> dict:
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),  # fewer than the cores where somebody set a limit
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *_without_out(sys.argv[1:])]),
+        "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(_without_out(sys.argv[1:]))}".strip(),
         "commit": _commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "flash-attn", "triton")},

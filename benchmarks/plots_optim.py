@@ -10,23 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
-from .common import colour, stages
+from .common import ROOT, colour, stages
 from .optim_tables import speed_ratio
-from .plots import caption
+from .plots import finish, source
 
 LESSON = "stage 5"
 
 PAGED, OPTIM = (colour(stage) for stage in stages() if stage[5] in "45")
+RESULTS = ROOT / "benchmarks" / "results"
 GREY, SLOWER = "#999999", "#D55E00"
 WORKLOADS = {"one": "one request", "many": "256 requests"}
-
-
-def _finish(fig, document: dict, path: Path) -> None:
-    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
-    fig.tight_layout(rect=(0, 0.04, 1, 1))
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
 
 
 def _bars(axis, rows: list[dict], workload: str, key: str, form: str, colours: list[str]) -> None:
@@ -45,7 +40,9 @@ def _bars(axis, rows: list[dict], workload: str, key: str, form: str, colours: l
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _of_workloads(document: dict, path: Path, units: dict[str, tuple[str, str, str]], colours: list[str]) -> None:
+def _of_workloads(
+    document: dict, path: Path | None, units: dict[str, tuple[str, str, str]], colours: list[str]
+) -> Figure:
     """units: workload -> (key, what it is, number format)."""
     rows = document["rows"]
     names = [name for name in WORKLOADS if all(name in row for row in rows)]
@@ -58,27 +55,27 @@ def _of_workloads(document: dict, path: Path, units: dict[str, tuple[str, str, s
         who = WORKLOADS[name].replace("256", str(document["job"]["requests"]))
         axis.set_title(f"{who}: {title}\n(in brackets: speed, {rows[0]['name']} = 1)", fontsize=9)
     axes[0].invert_yaxis()
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
-def draw_speed(document: dict, path: Path) -> None:
+def draw_speed(document: dict, path: Path | None = None) -> Figure:
     """Tokens per second of each stage, alone and with many requests."""
     unit = ("tokens_per_second", "new tokens per second", "{:,.0f}")
     colours = [colour(row["stage"]) for row in document["rows"]]
-    _of_workloads(document, path, {"one": unit, "many": unit}, colours)
+    return _of_workloads(document, path, {"one": unit, "many": unit}, colours)
 
 
-def draw_ablation(document: dict, path: Path) -> None:
+def draw_ablation(document: dict, path: Path | None = None) -> Figure:
     """What is lost without each thing: time of a step alone, tokens per second of many."""
     units = {
         "one": ("ms_per_step", "ms per decode step", "{:.2f}"),
         "many": ("tokens_per_second", "new tokens per second", "{:,.0f}"),
     }
     colours = [OPTIM if row["name"] in ("all on", "with prefix caching") else GREY for row in document["rows"]]
-    _of_workloads(document, path, units, colours)
+    return _of_workloads(document, path, units, colours)
 
 
-def draw_waterfall(document: dict, path: Path) -> None:
+def draw_waterfall(document: dict, path: Path | None = None) -> Figure:
     """What each thing takes off a decode step, from stage 4 to stage 5; one panel per size of the batch."""
     batches = list(document["rows"][0]["batches"])
     height = 1.5 + 0.36 * (len(document["rows"]) + 1)
@@ -88,7 +85,7 @@ def draw_waterfall(document: dict, path: Path) -> None:
         plural = "s decode" if batch != "1" else " decodes"
         axis.set_title(f"{batch} request{plural}: ms per step", fontsize=10)
     axes[0].invert_yaxis()
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
 def _waterfall(axis, rows: list[dict], batch: str) -> None:
@@ -116,7 +113,7 @@ def _waterfall(axis, rows: list[dict], batch: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw_parallel(document: dict, path: Path) -> None:
+def draw_parallel(document: dict, path: Path | None = None) -> Figure:
     """Milliseconds of a decode step with one process and with two; one panel per size of the batch."""
     rows, batches = document["rows"], list(document["rows"][0]["batches"])
     size = (1 + 5 * len(batches), 1.3 + 0.4 * len(rows))
@@ -131,13 +128,13 @@ def draw_parallel(document: dict, path: Path) -> None:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
-def draw_peers(document: dict, path: Path) -> None:
+def draw_peers(document: dict, path: Path | None = None) -> Figure:
     """Other engines beside ours, whose numbers come from the files of `speed` for an H200."""
     files = ("optim-speed.json", "optim-speed-8b.json")
-    small, large = (json.loads((path.parent / "h200" / name).read_text()) for name in files)
+    small, large = (json.loads((RESULTS / "h200" / name).read_text()) for name in files)
     ours = {name: small["rows"][0][name]["tokens_per_second"] for name in ("many", "one")}
     ours["one_8b"] = large["rows"][0]["one"]["tokens_per_second"]
     rows = [*document["rows"], {"name": "stage 5", **ours}]
@@ -152,7 +149,7 @@ def draw_peers(document: dict, path: Path) -> None:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    _finish(fig, small, path)
+    return finish(fig, source(small), path)
 
 
 DRAW = {"peers": draw_peers, "speed": draw_speed, "ablation": draw_ablation, "waterfall": draw_waterfall}

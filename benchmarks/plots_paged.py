@@ -3,25 +3,19 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from .common import colour, stages
-from .plots import _bars, caption
+from .plots import _bars, finish, source
 
 SLOTS, BLOCKS = (colour(stage) for stage in stages() if stage[5] in "34")
-
-
-def _finish(fig, document: dict, path: Path) -> None:
-    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
-    fig.tight_layout(rect=(0, 0.04, 1, 1))
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
 
 
 def _shade(row: dict) -> str:
     return colour(row["stage"])
 
 
-def draw_memory(document: dict, path: Path) -> None:
+def draw_memory(document: dict, path: Path | None = None) -> Figure:
     """KV memory over the steps: reserved as an outline, used filled in; one panel per row, one scale."""
     rows = document["rows"]
     fig, (axes,) = plt.subplots(1, len(rows), figsize=(11, 3.4), sharey=True, squeeze=False)
@@ -37,25 +31,25 @@ def draw_memory(document: dict, path: Path) -> None:
         axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("KV memory, GiB")
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
-def _panels(document: dict, path: Path, panels: list[tuple[str, str, str]]) -> None:
+def _panels(document: dict, path: Path | None, panels: list[tuple[str, str, str]]) -> Figure:
     rows = document["rows"]
     fig, axes = plt.subplots(1, len(panels), figsize=(11, 1.2 + 0.32 * len(rows)), sharey=True)
     for axis, (key, title, form) in zip(axes, panels, strict=True):
         names, values = [row["name"] for row in rows], [row[key] for row in rows]
         _bars(axis, names, values, [_shade(row) for row in rows], title, form)
     axes[0].invert_yaxis()
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
-def draw_capacity(document: dict, path: Path) -> None:
+def draw_capacity(document: dict, path: Path | None = None) -> Figure:
     """Requests at once in the same memory, and the steps that all of them take."""
-    _panels(document, path, [("most_at_once", "requests at once", "{:,}"), ("steps", "steps for all", "{:,}")])
+    return _panels(document, path, [("most_at_once", "requests at once", "{:,}"), ("steps", "steps for all", "{:,}")])
 
 
-def draw_thrash(document: dict, path: Path) -> None:
+def draw_thrash(document: dict, path: Path | None = None) -> Figure:
     """What is done twice or moved, and what is left of the speed."""
     for row in document["rows"]:
         counters = row["result"]["samples"][0]["counters"]
@@ -64,10 +58,11 @@ def draw_thrash(document: dict, path: Path) -> None:
     panels.append(("moved", "blocks moved, out and in", "{:,}"))
     if "tokens_per_second" in document["columns"]:
         panels.append(("tokens_per_second", "new tokens per second", "{:,.0f}"))
-    _panels(document, path, panels)
+    panels = [panel for panel in panels if any(row[panel[0]] for row in document["rows"])]
+    return _panels(document, path, panels)
 
 
-def draw_story(document: dict, path: Path) -> None:
+def draw_story(document: dict, path: Path | None = None) -> Figure:
     """Blocks in use over the steps, with a mark wherever somebody was preempted."""
     rows = document["rows"]
     fig, (axes,) = plt.subplots(1, len(rows), figsize=(12, 3.2), sharey=True, squeeze=False)
@@ -83,10 +78,10 @@ def draw_story(document: dict, path: Path) -> None:
         axis.set(xlabel="step", xlim=(0, None), ylim=(0, pool * 1.12))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("blocks in use (dotted: the pool)")
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
-def draw_moves(document: dict, path: Path) -> None:
+def draw_moves(document: dict, path: Path | None = None) -> Figure:
     """Milliseconds to take a sequence's memory away and give it back, over its length; one panel per model."""
     models = list(dict.fromkeys(row["model"] for row in document["rows"]))
     fig, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.6), squeeze=False)
@@ -103,4 +98,4 @@ def draw_moves(document: dict, path: Path) -> None:
         axis.minorticks_off()
         axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)

@@ -3,21 +3,15 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from .common import colour, stages
-from .plots import caption
+from .plots import finish, source
 
 COLOUR = colour(stages()[-1])
 
 
-def _finish(fig, document: dict, path: Path) -> None:
-    fig.text(0.01, 0.01, caption(document), fontsize=7, color="#555555")
-    fig.tight_layout(rect=(0, 0.04, 1, 1))
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-
-
-def draw_claims(document: dict, path: Path) -> None:
+def draw_claims(document: dict, path: Path | None = None) -> Figure:
     """KV memory and prefill work over the number of requests that share 40 % of their context."""
     rows = [row for row in document["rows"] if row["shared"] == 160]
     counts = [row["requests"] for row in rows]
@@ -33,10 +27,10 @@ def draw_claims(document: dict, path: Path) -> None:
     for axis in (left, right):
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)
 
 
-def draw_ttft(document: dict, path: Path) -> None:
+def draw_ttft(document: dict, path: Path | None = None) -> Figure:
     """Time to the first token over the length of the prompt, new and seen before."""
     rows = document["rows"]
     lengths = [row["length"] for row in rows]
@@ -46,4 +40,4 @@ def draw_ttft(document: dict, path: Path) -> None:
     axis.set(xlabel="tokens of the prompt", ylabel="time to the first token, ms", xlim=(0, None), ylim=(0, None))
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    _finish(fig, document, path)
+    return finish(fig, source(document), path)

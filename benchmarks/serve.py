@@ -10,16 +10,24 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 from . import workloads
 from .worker import emit, own_stdout
 
 
-def drive(llm, params: list, requests: list[workloads.Request], clock: str, series_wanted: bool = False) -> dict:
+def drive(
+    llm,
+    params: list,
+    requests: list[workloads.Request],
+    clock: str,
+    series_wanted: bool = False,
+    tell: Callable[[dict], None] = emit,
+) -> dict:
     """Hand in each request when it arrives, step until all have left. Returns times, counters and what each one saw.
 
-    A request that the engine refuses is left out and counted.
+    A request that the engine refuses is left out and counted. tell: is told of the progress.
     """
     llm.metrics.reset()
     start, outputs, todo = time.perf_counter(), {}, list(zip(requests, params, strict=True))
@@ -38,7 +46,7 @@ def drive(llm, params: list, requests: list[workloads.Request], clock: str, seri
             continue
         outputs |= {output.request_id: output for output in llm.step()}
         if llm.metrics.decode_tokens - announced >= 500:
-            emit({"tokens": llm.metrics.decode_tokens - announced})
+            tell({"tokens": llm.metrics.decode_tokens - announced})
             announced = llm.metrics.decode_tokens
     seconds = time.perf_counter() - start
     trace = llm.metrics.trace
