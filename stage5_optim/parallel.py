@@ -110,7 +110,7 @@ class Ranks(OneRank):
 
     def connect(self, dtype: torch.dtype) -> None:
         self._group = self._link.connect(self.rank, self.size, self._device)
-        self._quick_sum, reason = make_quick_sum(self, self._link.store, self._group, dtype, self._device)
+        self._quick_sum, reason = make_quick_sum(self, self._link.store, dtype, self._device)
         library = "NCCL" if self._device.type == "cuda" else "gloo"
         self.notes = f", {self.size} ranks that sum by {f'{reason} and ' if self._quick_sum else ''}{library}"
         if self._quick_sum is None:

@@ -4,105 +4,94 @@ NCCL is made for large tensors and any network. A decode step sums 8 KB to some 
 and nothing can be computed before a sum is done: what counts is how long the smallest sum takes, not how many bytes
 there are in a second. GPUs of one host can be quick, as each can read the other's memory:
 
-    rank 0   copy x into its buffer | wait for the others' flags | read all buffers, add them | flags: I have read yours
-    rank 1   copy x into its buffer | wait for the others' flags | read all buffers, add them | flags: I have read yours
+    rank 0   copy x to its own memory | flags there: it is in | wait for their flags here | read all parts, add them
+    rank 1   copy x to its own memory | flags there: it is in | wait for their flags here | read all parts, add them
 
-Every rank reads all of every buffer, so with N ranks N - 1 times the bytes come in: good for small tensors. Large ones
-go to NCCL, where every rank sums a part and passes it on. The buffer is "symmetric memory", the kernel torch's own.
-Source of the idea: the one-shot all-reduce of TensorRT-LLM and vLLM (custom_all_reduce).
+Every rank reads all of every part, so with N ranks N - 1 times the bytes come in: good for small tensors. Large ones
+go to NCCL, where every rank sums a piece and passes it on. The kernel is in sum_kernels.py, the memory in
+peer_memory.py. Source of the idea: the one-shot all-reduce of TensorRT-LLM and vLLM (custom_all_reduce).
 """
 
+import importlib.util
 import os
-import time
-from math import prod
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+
+from .peer_memory import PeerMemory, find_runtime
 
 if TYPE_CHECKING:
     from .parallel import OneRank
 
 SWITCH = "INFERENCE_STAGES_QUICK_SUMS"
-MOST_BYTES = 1 << 20
-ALIGNMENT = 16  # bytes that the kernel loads at once
-DTYPES = (torch.bfloat16, torch.float32)
+MOST = 2**20  # numbers of a tensor: 2 MiB in 16 bits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class QuickSum:
-    """Sums over all ranks of a group that torch knows under this name (see register). All ranks make it together."""
+    """Sums over all ranks. All of them make it together, and none sums before all have made it."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
-        from torch.distributed import _symmetric_memory as symmetric_memory
+    def __init__(self, rank: int, size: int, store: dist.Store, dtype: torch.dtype, device: torch.device):
+        from . import sum_kernels
+        from .launch import dependent_launch
 
-        self._name = name
-        self._group = group  # torch does not keep it
-        self._buffer = symmetric_memory.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        self._memory = symmetric_memory.rendezvous(self._buffer, name)
+        self._kernel, self._block = sum_kernels.sum_kernel, sum_kernels.BLOCK
+        self._rank, self._size, self._dtype = rank, size, dtype
+        programs, numbers = MOST // self._block, 2 * MOST * dtype.itemsize
+        self._memory = PeerMemory(numbers + 4 * size * programs, rank, size, dist.PrefixStore("quick sums", store))
+        self._flags = self._memory.as_tensor(device)[numbers:].view(torch.int32).view(size, programs)
+        self._addresses = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
+        self._epochs = torch.zeros(programs, dtype=torch.int32, device=device)  # sums so far, by program
+        self._options = dependent_launch(device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        num_bytes = x.numel() * x.element_size()
-        return x.dtype == self._buffer.dtype and 0 < num_bytes <= MOST_BYTES and num_bytes % ALIGNMENT == 0
+        return x.dtype == self._dtype and 0 < x.numel() <= MOST and x.is_contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, in a new tensor."""
-        buffer = self._buffer[: prod(x.shape)].view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x.contiguous(), "sum", self._name)
+        out, programs = torch.empty_like(x), -(-x.numel() // self._block)
+        sizes = self._rank, self._size, MOST, MOST // self._block, self._block, x.numel() % self._block == 0
+        self._kernel[(programs,)](x, out, self._addresses, self._epochs, x.numel(), *sizes, **self._options)
+        return out
 
-    def act_for_the_others(self, seconds: float = 5.0) -> None:
-        """Another rank has died. Kernels here wait until it has set its flags with us, and has taken ours away that lie
-        with it. Do both in its place until nothing runs any more; what they compute is wrong, and nobody reads it."""
-        rank, size, memory = self._group.rank(), self._group.size(), self._memory
-        count, device, end = memory.signal_pad_size // 4, self._buffer.device, time.monotonic() + seconds
-        pads = [memory.get_signal_pad(i, (count,), torch.int32) for i in range(size)]
-        set_all, clear = (torch.full((count,), value, dtype=torch.int32, pin_memory=True) for value in (1, 0))
+    def act_for_the_others(self) -> None:
+        """Another rank has died, and kernels here wait for its flags. Set them far ahead, by copies, which need no room
+        among the waiting kernels. What is summed from now on is wrong, and nobody reads it."""
+        device = self._epochs.device
         torch.cuda.set_device(device)  # of this thread
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            while not torch.cuda.default_stream(device).query() and time.monotonic() < end:
-                for i, pad in enumerate(pads):  # copies, which need no room among the waiting kernels
-                    pad.copy_(set_all if i == rank else clear, non_blocking=True)
-                torch.cuda.current_stream(device).synchronize()
+            ahead = self._epochs.cpu() + 2**30
+            self._flags.copy_(ahead.repeat(self._size, 1))
 
 
 def make_quick_sum(
-    ranks: "OneRank", store: dist.Store, backend: dist.Backend, dtype: torch.dtype, device: torch.device
+    ranks: "OneRank", store: dist.Store, dtype: torch.dtype, device: torch.device
 ) -> tuple[QuickSum | None, str]:
     """All ranks together: either each gets one, or none does. Also a name of it for the log, or what is in the way."""
     if device.type != "cuda":
         return None, "no GPUs"
-    obstacle = find_obstacle(ranks, dtype)
+    obstacle = find_obstacle(ranks.size, dtype)
     if ranks.minimum(obstacle is None) == 0:  # they agree before they wait for each other
         return None, obstacle or "another rank cannot read the others' memory"
-    if ranks.rank == 0:
-        store.set("name", uuid4().hex)
-    name = store.get("name").decode()
-    group = register(name, ranks, store, backend)
-    return QuickSum(name, group, dtype, device), "one kernel up to 1 MiB"
+    quick_sum = QuickSum(ranks.rank, ranks.size, store, dtype, device)
+    ranks.minimum(1)  # all have made theirs
+    return quick_sum, f"a quick kernel up to {MOST * dtype.itemsize // 2**20} MiB"
 
 
-def find_obstacle(ranks: "OneRank", dtype: torch.dtype) -> str | None:
-    """Why this rank cannot, or None."""
+def find_obstacle(size: int, dtype: torch.dtype) -> str | None:
+    """Why this rank, one of so many, cannot; or None."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     if dtype not in DTYPES:
-        return f"there is none for {dtype}"
-    if dist.is_torchelastic_launched() and int(os.environ["LOCAL_WORLD_SIZE"]) < ranks.size:
+        return f"no quick kernel for {dtype}"
+    if dist.is_torchelastic_launched() and int(os.environ["LOCAL_WORLD_SIZE"]) < size:
         return "ranks are on several machines"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if find_runtime() is None:
+        return "the CUDA runtime was not found"
     here = torch.cuda.current_device()
-    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
-        return "this torch has no such kernel"
-    if not all(torch.cuda.can_device_access_peer(here, i) for i in range(ranks.size) if i != here):
+    if not all(torch.cuda.can_device_access_peer(here, i) for i in range(size) if i != here):
         return "GPUs cannot read each other's memory"
     return None
-
-
-def register(name: str, ranks: "OneRank", store: dist.Store, backend: dist.Backend) -> dist.ProcessGroup:
-    """Make a group known to torch, whose only use is that symmetric memory is found by the name of one."""
-    from torch.distributed import distributed_c10d
-
-    group = dist.ProcessGroup(dist.PrefixStore("quick sums", store), ranks.rank, ranks.size)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    group._set_group_name(name)
-    distributed_c10d._register_process_group(name, group)
-    return group

@@ -27,7 +27,8 @@ from ..attention import attend_torch
 from ..checkpoint import build_model
 from ..config import ModelConfig
 from ..parallel import CHECK, fingerprint, parallel_ops
-from ..quick_sum import SWITCH
+from ..peer_memory import Runtime
+from ..quick_sum import SWITCH, find_obstacle
 from ..sharding import Shard, split
 from ..step_inputs import StepPlan
 from .helpers import engine_logprobs, make_checkpoint
@@ -524,6 +525,52 @@ def test_torchrun(folders, engines, tmp_path):
     assert list(map(int, done.stdout.split())) == run(engines("qwen2", 1)), done.stderr
 
 
+def run_sums(device: str, **env: str) -> list[str]:
+    command = [sys.executable, "-m", f"{PACKAGE}.tests.interpreted_sum", device]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_kernel_of_quick_sums():
+    """In Triton's interpreter: sizes around a program's, one sum after the other, every rank of two and of four."""
+    pytest.importorskip("triton")
+    assert len(run_sums("cpu", TRITON_INTERPRET="1")) == 8
+
+
+@pytest.mark.parametrize(
+    ("env", "dtype", "reason"),
+    [
+        ({SWITCH: "0"}, torch.float32, f"{SWITCH}=0"),
+        ({}, torch.float64, "no quick kernel for torch.float64"),
+        ({"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "1"}, torch.float32, "ranks are on several machines"),
+    ],
+)
+def test_why_there_are_no_quick_sums(monkeypatch, env, dtype, reason):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert find_obstacle(2, dtype) == reason
+
+
+def test_the_log_says_who_sums(engines):
+    assert engines("qwen2", 2).model_runner.ranks.notes == ", 2 ranks that sum by gloo (no GPUs)"
+    assert engines("qwen2", 1).model_runner.ranks.notes == ""
+
+
+def test_an_error_of_the_cuda_runtime_is_named(monkeypatch):
+    class Library:
+        """Out of memory, always."""
+
+        def __getattr__(self, name: str) -> Callable:
+            def call(*arguments: object) -> int:
+                return 2
+
+            return call
+
+    with pytest.raises(RuntimeError, match="cudaMalloc: CUDA error 2"):
+        Runtime(Library()).allocate(16)
+
+
 # two GPUs
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -539,13 +586,18 @@ def alone() -> list:
 
 
 @pytest.mark.gpu
+def test_the_kernel_of_quick_sums_compiled():
+    assert len(run_sums("cuda")) == 8
+
+
+@pytest.mark.gpu
 @needs_two_gpus
 @pytest.mark.parametrize(("quick", "more"), [("1", {}), ("0", {}), ("1", dict(enforce_eager=True))])
 def test_two_gpus_say_what_one_says(alone, monkeypatch, quick, more):
     """With NCCL's sums and with quick ones, in graphs and without."""
     monkeypatch.setenv(SWITCH, quick)
     with LLM("tiny", tensor_parallel_size=2, **GPU_OPTIONS | more) as llm:
-        assert ("one kernel" in llm.model_runner.ranks.notes) == (quick == "1")
+        assert ("quick kernel" in llm.model_runner.ranks.notes) == (quick == "1")
         assert answers(llm) == alone
         layers = llm.model_config.num_hidden_layers
         assert llm.metrics.all_reduces == llm.metrics.steps * (2 * layers + 1)
