@@ -25,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .common import ROOT, default_device, environment, results_folder, stages, write_json
+from .common import ROOT, default_device, environment, publish, results_folder, stages
+from .plots_kv import draw_kv_quality
 
+LESSON = "stage 5"
 KV_DTYPES = ("auto", "int8", "fp8")
 STAGES = [stage for stage in stages() if (ROOT / stage / "quantised_kv.py").exists()]
 
@@ -103,7 +105,8 @@ def measure(args: argparse.Namespace, kv_dtype: str) -> dict:
         params = package.SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
         texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         counts = {"kv_bytes_per_token": llm.metrics.kv_bytes_per_token, "backend": llm.resolved.attention_backend}
-    return {"kv_cache_dtype": kv_dtype, "perplexity": perplexity, **counts, "texts": texts}
+    name = "as the model" if kv_dtype == "auto" else kv_dtype
+    return {"name": name, "kv_cache_dtype": kv_dtype, "perplexity": perplexity, **counts, "texts": texts}
 
 
 def first_difference(text: list[int], reference: list[int]) -> int | None:
@@ -119,17 +122,27 @@ def compare(rows: list[dict]) -> None:
         row["first_differences"] = [first_difference(*pair) for pair in zip(own, texts[0], strict=True)]
 
 
-def print_table(rows: list[dict], max_tokens: int, title: str) -> None:
-    table = Table(title=title)
-    for column in ("KV cache", "perplexity", "change", "bytes per token", "tokens", "texts that differ", "from token"):
-        table.add_column(column, justify="left" if column == "KV cache" else "right")
+def columns_and_cells(rows: list[dict], max_tokens: int) -> tuple[dict[str, str], list[list[str]]]:
+    """Heads by key, and the cells of each row."""
+    columns = {"perplexity": "perplexity", "change": "change", "bytes": "bytes per token", "tokens": "tokens in a pool"}
+    columns |= {"differ": "greedy texts that differ", "from": "from token"}
+    cells = []
     for row in rows:
         found = [at for at in row["first_differences"] if at is not None]
         usual = f"{min(found)}, median {median(found):.0f}" if found else f"none in {max_tokens}"
-        cells = f"{row['perplexity']:.4f}", f"{row['perplexity_change']:+.3%}", f"{row['kv_bytes_per_token']:,}"
         differ = f"{len(found)} of {len(row['first_differences'])}"
-        table.add_row(row["kv_cache_dtype"], *cells, f"x {row['tokens_per_byte']:.2f}", differ, usual)
-    Console(width=120).print(table)
+        numbers = f"{row['perplexity']:.4f}", f"{row['perplexity_change']:+.2%}", f"{row['kv_bytes_per_token']:,}"
+        cells.append([*numbers, f"{row['tokens_per_byte']:.2f} x", differ, usual])
+    return columns, cells
+
+
+def print_table(document: dict, title: str) -> None:
+    table = Table(title=title)
+    for column in ("KV cache", *document["columns"].values()):
+        table.add_column(column, justify="left" if column == "KV cache" else "right")
+    for row, cells in zip(document["rows"], document["cells"], strict=True):
+        table.add_row(row["name"], *cells)
+    Console(width=130).print(table)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,10 +159,12 @@ def main(argv: list[str] | None = None) -> int:
     compare(rows)
     env, file = environment(args.device), (args.out or results_folder(args.device)) / "kv-quality.json"
     names = ("stage", "model", "dtype", "tokens", "window", "piece", "prompts", "max_tokens")
-    job = {name: getattr(args, name) for name in names} | {"text": "pydoc_data.topics"}
-    print_table(rows, args.max_tokens, f"{args.model}, {args.tokens:,} tokens of Python's reference")
-    write_json(file, {"environment": env, "job": job, "rows": rows})
-    print(f"Written: {file}")
+    job = {"what": "quality of a quantised cache"} | {name: getattr(args, name) for name in names}
+    job |= {"text": "pydoc_data.topics"}
+    document = {"environment": env, "job": job, "rows": rows}
+    document["columns"], document["cells"] = columns_and_cells(rows, args.max_tokens)
+    print_table(document, f"{args.model}, {args.tokens:,} tokens of Python's reference")
+    publish(file, document, draw_kv_quality)
     return 0
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from .common import ROOT, environment, results_folder, stages, write_json
+from .common import ROOT, environment, publish, results_folder, stages
 from .kernels import (
     HEAD_DIM,
     KV_HEADS,
@@ -35,7 +35,9 @@ from .kernels import (
     measure,
     print_sweep,
 )
+from .plots_kv import draw_kv_speed
 
+LESSON = "stage 5"
 STAGES = [stage for stage in stages() if (ROOT / stage / "quantised_kv.py").exists()]
 NAMES = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SHAPES = [decode_shape(*sizes) for sizes in ((256, 2048), (256, 512), (32, 2048), (8, 2048), (1, 8192))]
@@ -98,14 +100,23 @@ def compare(kernels: ModuleType, shapes: list[Shape], stage: str, samples: int) 
     return rows
 
 
-def print_comparison(rows: list[dict], title: str) -> None:
-    table = Table(title=title)
-    for column in ("step", *NAMES, "int8, times as fast", "fp8"):
-        table.add_column(column, justify="left" if column == "step" else "right")
+def columns_and_cells(rows: list[dict]) -> tuple[dict[str, str], list[list[str]]]:
+    """Heads by key, and the cells of each row: a time and a rate for each dtype, and how many times as fast it is."""
+    columns = {name: name for name in NAMES} | {"int8 gain": "int8, times as fast", "fp8 gain": "fp8, times as fast"}
+    cells = []
     for row in rows:
         results = [row["results"][name] for name in NAMES]
-        cells = [f"{r['rate']:.2f} {r['unit']}, {r['seconds'] * 1e6:,.1f} us" for r in results]
-        table.add_row(row["name"], *cells, *(f"{results[0]['seconds'] / r['seconds']:.2f}" for r in results[1:]))
+        times = [f"{r['seconds'] * 1e6:,.1f} us, {r['rate']:.2f} {r['unit']}" for r in results]
+        cells.append([*times, *(f"{results[0]['seconds'] / r['seconds']:.2f} x" for r in results[1:])])
+    return columns, cells
+
+
+def print_comparison(document: dict, title: str) -> None:
+    table = Table(title=title)
+    for column in ("step", *document["columns"].values()):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for row, cells in zip(document["rows"], document["cells"], strict=True):
+        table.add_row(row["name"], *cells)
     Console(width=140).print(table)
 
 
@@ -150,16 +161,23 @@ def main(argv: list[str] | None = None) -> int:
     kernels = importlib.import_module(f"{args.stage}.paged_attention")
     torch.manual_seed(0)
     env, out = environment("cuda"), args.out or results_folder("cuda")
-    job = {"model": "attention alone, random K and V", "stage": args.stage, "kv_heads": KV_HEADS}
+    job = {
+        "what": "attention over a quantised cache",
+        "model": "attention alone, random K and V",
+        "stage": args.stage,
+        "kv_heads": KV_HEADS,
+    }
     job |= {"head_dim": HEAD_DIM, "dtype": "bfloat16", "samples": args.samples}
+    document = {"environment": env, "job": job}
     if args.sweep:
-        rows, file = sweep(kernels, shapes[:1] + shapes[2:5], args.stage, args.samples), out / "kv-speed-sweep.json"
-        print_sweep(rows)
-    else:
-        rows, file = compare(kernels, shapes, args.stage, args.samples), out / "kv-speed.json"
-        print_comparison(rows, f"{args.stage}, 8 KV heads of 128, blocks of 16, {env['device_name']}")
-    write_json(file, {"environment": env, "job": job, "rows": rows})
-    print(f"Written: {file}")
+        document |= {"rows": sweep(kernels, shapes[:1] + shapes[2:5], args.stage, args.samples)}
+        print_sweep(document["rows"])
+        publish(out / "kv-speed-sweep.json", document)
+        return 0
+    document |= {"rows": compare(kernels, shapes, args.stage, args.samples)}
+    document["columns"], document["cells"] = columns_and_cells(document["rows"])
+    print_comparison(document, f"{args.stage}, 8 KV heads of 128, blocks of 16, {env['device_name']}")
+    publish(out / "kv-speed.json", document, draw_kv_speed)
     return 0
 
 
