@@ -62,7 +62,8 @@ def resolve_features(config: EngineConfig, resolved: Resolved, head_dim: int) ->
     overlap = is_cuda and speculative is None if config.async_scheduling is None else config.async_scheduling
     notes = [f"no fused kernels ({no_triton})"] * (is_cuda and no_triton is not None and config.fused_kernels is None)
     notes += [f"no graphs ({no_graphs})"] * (is_cuda and no_graphs is not None and config.enforce_eager is None)
-    notes += [f"no async scheduling ({DRAFTS_NEED_TOKENS})"] * (speculative is not None)
+    has_drafts = speculative is not None
+    notes += [f"no async scheduling ({DRAFTS_NEED_TOKENS})"] * (has_drafts and config.async_scheduling is None)
     return Features(fused, graphs, overlap, tuple(notes), speculative)
 
 

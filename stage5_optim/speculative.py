@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__package__)
 
 LOG_SECONDS = 10.0  # between two lines on how many drafts were right
+LONGEST_NGRAM = 32  # each token adds an n-gram of each length to the table: some KB for 32 of them
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class SpeculativeConfig:
     method: "ngram" looks for the last tokens earlier in the text, and drafts what came after them there. model: any
     checkpoint with the same vocabulary that is faster than the target (see draft_model.py); give one of the two.
     num_tokens: most drafts of a sequence in one step. max_ngram, min_ngram: of "ngram", so many last tokens are looked
-    for, more of them first.
+    for, more of them first; 32 at most.
     """
 
     method: str | None = None
@@ -79,6 +80,8 @@ class SpeculativeConfig:
             check_int(name, getattr(self, name), minimum=1)
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}")
+        if self.max_ngram > LONGEST_NGRAM:
+            raise ValueError(f"max_ngram={self.max_ngram}: expected at most {LONGEST_NGRAM}, as all n-grams are kept")
 
     def __str__(self) -> str:
         return f"up to {self.num_tokens} drafts by {self.method or self.model}"

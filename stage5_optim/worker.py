@@ -46,6 +46,12 @@ class Setup:
         sizes = graph_sizes(self.scheduler.max_num_seqs, self.features.rows_per_seq)
         return sizes if self.features.cuda_graphs else []
 
+    @property
+    def most_rows(self) -> int:
+        """Most rows that are sampled in one step: each is a token of the budget or a sample that forks, or it pads."""
+        num_seqs, budget = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
+        return max(min(num_seqs * self.features.rows_per_seq, budget + num_seqs), *self.graph_sizes, 0)
+
 
 def start_ranks(setup: Setup) -> OneRank:
     """Rank 0's side of all ranks. A rank that torchrun has started does its work in here, and leaves the script."""
@@ -86,7 +92,7 @@ def build_runner(
 ) -> ModelRunner:
     """This rank's part of the model, with its cache and graphs. All ranks are in here at the same time. The first one
     has a tokenizer, and it alone drafts."""
-    resolved, most = setup.resolved, setup.scheduler.max_num_seqs * setup.features.rows_per_seq
+    resolved, most = setup.resolved, setup.most_rows
     shape = setup.model, BACKENDS[resolved.attention_backend], resolved.max_model_len, resolved.device
     seed, ops = setup.config.seed or 0, ranks.ops(setup.features.ops)
     model = checkpoint.build_model(*shape, setup.weights, seed, ops, ranks.shard)

@@ -111,6 +111,7 @@ def other(tmp_path_factory):
         (dict(method="ngram", num_tokens=True), "num_tokens=True"),
         (dict(method="ngram", min_ngram=0), "min_ngram=0"),
         (dict(method="ngram", max_ngram=1), "min_ngram=2 is more than max_ngram=1"),
+        (dict(method="ngram", max_ngram=33), "max_ngram=33: expected at most 32, as all n-grams are kept"),
         (dict(method="ngram", num_token=3), "unknown option 'num_token' for SpeculativeConfig, did you mean 'num_tok"),
     ],
 )
@@ -136,6 +137,10 @@ def test_async_scheduling_is_off_and_that_is_said(engine):
     assert new_engine(async_scheduling=True).features.notes == ()
 
 
+def test_who_wants_no_async_scheduling_is_not_told_that_it_is_off(engine):
+    assert engine(async_scheduling=False).features.notes == ()
+
+
 def test_on_a_gpu_all_else_stays_on(monkeypatch):
     found = resolve(monkeypatch, speculative=NGRAM)
     assert (found.fused_kernels, found.cuda_graphs, found.async_scheduling) == (True, True, False)
@@ -159,6 +164,25 @@ def test_the_largest_step_has_rows_for_drafts(engine, budget, rows, sampled):
     assert len(last_rows(batch.scheduled)) == len(sampled_sequences(batch.scheduled)) == sampled
     assert max(item.seq.num_computed_tokens + item.num_tokens for item in batch.scheduled) == 64
     assert len(llm.model_runner.run(batch).token_ids) == 8
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize(("num_seqs", "budget"), [(4, 8), (8, 2048)])
+def test_more_drafts_than_a_step_has_tokens(engine, solo, eager, num_seqs, budget):
+    """num_tokens only bounds: there is room for the rows of a step, and not for a billion rows of each sequence."""
+    llm = engine(
+        SpeculativeConfig(model="tiny", num_tokens=10**30),
+        enforce_eager=eager,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
+    )
+    assert len(llm.model_runner.sampled) == (budget + num_seqs if eager else max(budget + num_seqs, 512))
+    params = dict(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+    outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(**params, n=2), use_tqdm=False)
+    for prompt, output in zip([[1, 2, 3], [4]], outputs, strict=True):
+        assert [one.token_ids for one in output.outputs] == [solo.tokens(prompt, i, **params) for i in range(2)]
+    assert llm.metrics.accepted_tokens == llm.metrics.drafted_tokens > 0
+    assert llm.metrics.steps > 20 if budget == 8 else llm.metrics.steps < 5
 
 
 def test_the_draft_model_has_its_share_of_the_memory(engine, other):
