@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 from tqdm import tqdm
 
@@ -22,9 +23,28 @@ PEERS = ("nanovllm", "vllm")  # rows where they can be imported, never needed
 SAMPLED = ("nanovllm",)  # has no greedy decoding, so its tokens are not compared
 
 
+# Stage 5 with one more thing on, as rows of a comparison: name -> options of LLM. ROUNDED: may make other tokens.
+VARIANTS = {
+    "stage5_n-gram_drafts": {"speculative": {"method": "ngram"}},
+    "stage5_int8_KV": {"kv_cache_dtype": "int8"},
+}
+ROUNDED = ("stage5_int8_KV",)
+
+
 def stages() -> list[str]:
     """The stages that exist, in order."""
     return sorted(path.parent.name for path in ROOT.glob("stage[1-9]_*/__init__.py"))
+
+
+def package_of(engine: str) -> str:
+    """The package that a row of a comparison runs: of a variant, its stage."""
+    return next(stage for stage in stages() if stage[5] == engine[5]) if engine in VARIANTS else engine
+
+
+def stage_options(package: ModuleType, options: dict) -> dict:
+    """Options of LLM as a result file holds them -> as this stage takes them: drafting is an object of its own."""
+    drafting = options.get("speculative")
+    return options | ({"speculative": package.SpeculativeConfig(**drafting)} if drafting else {})
 
 
 def peers() -> list[str]:
@@ -42,6 +62,8 @@ def colour(engine: str) -> str:
     palette = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00"]
     if engine in PEERS:
         return {"nanovllm": "#999999", "vllm": "#56B4E9"}[engine]
+    if engine in VARIANTS:
+        return ["#F0C566", "#F8E3B0"][list(VARIANTS).index(engine)]  # lighter than their stage
     number = engine.removeprefix("stage")[0]
     return palette[int(number)] if number.isdigit() else palette[0]
 

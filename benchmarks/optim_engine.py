@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from . import workloads
-from .common import default_device
+from .common import default_device, stage_options
 
 PROMPT = 128  # tokens of a prompt, except in the 256-request workload
 SKIP = 2  # gaps between tokens that are left out after the last prefill
@@ -88,7 +88,7 @@ class Engine:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         with environment_of(row):
-            self.llm = self.package.LLM(args.model, **self.options)
+            self.llm = self.package.LLM(args.model, **stage_options(self.package, self.options))
         synchronize()
         self.startup_seconds = time.perf_counter() - start
 

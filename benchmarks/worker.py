@@ -3,8 +3,9 @@
     python -m benchmarks.worker stage2_kvcache '{"model": "tiny", "prompts": ["Hello"], "max_tokens": 8, ...}'
 
 Standard output carries one JSON object per line: {"tokens": n} as tokens are made, at last the result. A job holds
-model, device, dtype, prompts (chat texts or token ids), max_tokens, warmup_tokens, samples. For a peer there may be a
-workload (of benchmarks.workloads), its arguments and `first` instead of prompts: each output then has its own length.
+model, device, dtype, prompts (chat texts or token ids), max_tokens, warmup_tokens, samples, and perhaps options of LLM.
+For a peer there may be a workload (of benchmarks.workloads), its arguments and `first` instead of prompts: each output
+then has its own length.
 """
 
 import importlib
@@ -16,7 +17,7 @@ import time
 import torch
 
 from . import peers, workloads
-from .common import PEERS, REFERENCE, stages
+from .common import PEERS, REFERENCE, stage_options, stages
 
 channel = sys.stdout
 
@@ -38,6 +39,7 @@ class StageEngine:
     def __init__(self, package: str, job: dict):
         self.stage = importlib.import_module(package)
         options = {name: job[name] for name in ("device", "dtype", "max_model_len", "load_format") if job.get(name)}
+        options |= stage_options(self.stage, job.get("options", {}))
         self.llm = self.stage.LLM(job["model"], **options)
         self.dtype = str(self.llm.resolved.dtype).removeprefix("torch.")
         self.backend = self.llm.resolved.attention_backend

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import compare, curve, gap, interleave, moves, paged, prefix
-from benchmarks.common import REFERENCE, colour, engines, run_worker, stages
+from benchmarks.common import REFERENCE, VARIANTS, colour, engines, run_worker, stages
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--samples", "1"]
 
@@ -21,12 +21,12 @@ def document(tmp_path_factory) -> dict:
 
 def test_every_engine_has_a_row(document):
     """A stage that is in the tree and not in the table would be a silent omission."""
-    assert [row["engine"] for row in document["rows"]] == engines() == [REFERENCE, *stages()]
+    assert [row["engine"] for row in document["rows"]] == [*engines(), *VARIANTS] == [REFERENCE, *stages(), *VARIANTS]
 
 
 def test_all_rows_made_the_same_tokens(document):
     """Greedy tokens of tiny in float32 are the same everywhere, and they vary."""
-    assert document["differences"] == []
+    assert [d for d in document["differences"] if d["engine"] != "stage5_int8_KV"] == []
     runs = document["results"][REFERENCE]["samples"][0]["runs"]
     assert all(len(set(run["token_ids"])) > 2 for run in runs)
 
@@ -71,12 +71,36 @@ def test_a_difference_is_judged_by_the_gap():
 
 def test_wrong_tokens_are_reported_and_fail(document):
     """A stage that writes another text must not pass as rounding."""
-    results = json.loads(json.dumps(document["results"]))
+    results = json.loads(json.dumps({name: document["results"][name] for name in (REFERENCE, *stages())}))
     run = results["stage2_kvcache"]["samples"][0]["runs"][1]
     run["token_ids"][3] = (run["token_ids"][3] + 1) % 250
     differences = compare.check_same(results, compare.model_folder("tiny"))
     assert [(d["engine"], d["prompt"], d["output_position"]) for d in differences] == [("stage2_kvcache", 1, 3)]
-    assert not compare.print_agreement(differences, 3)
+    assert not compare.print_agreement(differences, list(results))
+
+
+def test_a_variant_that_rounds_may_differ(document, capsys):
+    """int8 KV is compared and reported; drafts must not change a token."""
+    results = json.loads(json.dumps(document["results"]))
+    for engine, may in (("stage5_int8_KV", True), ("stage5_n-gram_drafts", False)):
+        changed = json.loads(json.dumps(results[engine]))
+        ids = changed["samples"][0]["runs"][0]["token_ids"]
+        ids[:] = [(i + 1) % 250 for i in ids]
+        pair = {REFERENCE: results[REFERENCE], engine: changed}
+        differences = compare.check_same(pair, compare.model_folder("tiny"))
+        assert [d["engine"] for d in differences if d["prompt"] == 0] == [engine]
+        assert compare.print_agreement(differences, list(pair)) is may
+        assert f"{engine}, prompt 0, output position 0" in capsys.readouterr().out
+
+
+def test_variants_are_what_they_say(document):
+    """Drafts are drafted and still in no output but the same; int8 takes a little more than a quarter of float32."""
+    rows = {row["engine"]: row for row in document["rows"]}
+    counters = document["results"]["stage5_n-gram_drafts"]["samples"][0]["counters"]
+    assert rows["stage5_n-gram_drafts"]["tokens"] == rows["stage5_optim"]["tokens"]
+    assert counters["drafted_tokens"] >= counters["accepted_tokens"] >= 0
+    plain, small = (rows[name]["kv_bytes_used"] for name in ("stage5_optim", "stage5_int8_KV"))
+    assert small / plain == 66 / (4 * 64)
 
 
 def test_a_failing_engine_says_why():
@@ -87,7 +111,8 @@ def test_a_failing_engine_says_why():
 
 def test_colours_are_fixed_and_differ():
     """One colour per stage, in every figure."""
-    assert len({colour(engine) for engine in engines()}) == len(engines())
+    names = [*engines(), *VARIANTS]
+    assert len({colour(engine) for engine in names}) == len(names)
 
 
 @pytest.mark.parametrize("arguments", [["--samples", "0"], ["--model", "no-such-model"], ["--engines", "vllm-9"]])

@@ -41,13 +41,16 @@ def test_ablation_changes_one_thing_at_a_time(tmp_path):
     """Each row differs from "all on" in one option, the last in all; all that round alike make the same tokens."""
     rows = measure("ablation", tmp_path, "--workload", "one", "--tokens", "8")["rows"]
     names = ["all on", "no CUDA graphs", "no fused kernels", "no async scheduling", "with prefix caching"]
-    names += ["with int8 KV", "with fp8 KV", "all off"]
+    names += ["with int8 KV", "with fp8 KV", "with n-gram drafts", "all off"]
     assert [row["name"] for row in rows] == names
-    assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 1, 1, 3]
+    assert [len(row["options"]) for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1, 3]
     exact = [row for row in rows if "kv_cache_dtype" not in row["options"]]
-    assert len(exact) == 6 and len({row["one"]["samples"][0]["ids_digest"] for row in exact}) == 1
+    assert len(exact) == 7 and len({row["one"]["samples"][0]["ids_digest"] for row in exact}) == 1
     assert [rows[0]["kv_pool_bytes"] > 1.8 * row["kv_pool_bytes"] for row in rows[5:7]] == [True, True]
     assert rows[4]["used_options"]["enable_prefix_caching"] is True
+    drafting = rows[7]
+    assert drafting["options"] == {"speculative": {"method": "ngram"}}, "as a file can hold it"
+    assert drafting["one"]["samples"][0]["counters"]["drafted_tokens"] > 0
     assert rows[4]["one"]["samples"][0]["counters"]["prefix_hit_tokens"] == 0, "the warm-up's prompt must be forgotten"
     assert (tmp_path / "optim-ablation.png").stat().st_size > 5000
 

@@ -37,7 +37,7 @@ def table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 def name_of(engine: str) -> str:
     number, _, words = engine.removeprefix("stage").partition("_")
-    return f"stage {number}, {words}" if words else engine
+    return f"stage {number}, {words.replace('_', ' ')}" if words else engine
 
 
 def picture(page: Path, path: str, alt: str) -> str:
@@ -110,6 +110,14 @@ def peers(page: Path, path: str) -> str:
     note = f"*{env['device_name']}, {env['date']}, {document['job']['note']}; {env['command']}*\n"
     image = picture(page, path.replace(".json", ".png"), "tokens per second of other engines and of stage 5")
     return table(["engine", *document["columns"].values()], rows) + "\n" + image + "\n" + note
+
+
+def speculative(page: Path, path: str, key: str = "ngram_table") -> str:
+    """One of the two tables of drafts (ngram_table, model_table); below the first its picture."""
+    document = load(path)
+    image = picture(page, path.replace(".json", ".png"), "speed-up and accepted drafts over the number of drafts")
+    grid = table(document[key]["head"], document[key]["body"], left=1)
+    return grid + "\n" + (image + "\n" if key == "ngram_table" else "") + source(document)
 
 
 def moves(page: Path, path: str) -> str:
@@ -223,6 +231,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "lines": lines,
     "moves": moves,
     "paged": paged,
+    "speculative": speculative,
 }
 
 
