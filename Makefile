@@ -1,10 +1,12 @@
 # make demo: the stages side by side on real weights.  make test: all tests.  Both set everything up on a fresh machine.
 #
 #   PYTHON=python3.12    the interpreter to build .venv with
+#   WORKERS=4            make test: so many processes; 2 if left out
 #   SYSTEM_TORCH=1       use the torch that this interpreter already has (a CUDA build, say) instead of the pinned one
 
 PYTHON ?= python3
 SYSTEM_TORCH ?=
+WORKERS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -17,7 +19,7 @@ help:
 	@echo "make curve             time of one token against its position, stage 1 against stage 2"
 	@echo "make notebooks         runs the course's notebooks from the top, in place, and checks them; then: $(VENV)/bin/jupyter lab notebooks"
 	@echo "make diff FROM=1 TO=2  what a stage changes, file by file, with the reasons"
-	@echo "make diff FROM=4 TO=5 FEATURE=prefix  one feature of a stage that has several; also kernels, graphs, async, quantised"
+	@echo "make diff FROM=4 TO=5 FEATURE=prefix  one feature of a stage that has several; also kernels, graphs, async, parallel, quantised, speculative"
 	@echo "PYTHON=python3.12 chooses the interpreter; SYSTEM_TORCH=1 uses its torch instead of the pinned one"
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -32,7 +34,7 @@ demo: $(VENV)/ready
 	$(RUN) -m benchmarks.compare
 
 test: $(VENV)/ready
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile
 
 curve: $(VENV)/ready
 	$(RUN) -m benchmarks.curve
