@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from . import LLM, SamplingParams
+from . import LLM, SamplingParams, SpeculativeConfig
 from .zoo import DEFAULT_MODEL
 
 
@@ -24,6 +24,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--load-format", default="auto", help="auto, or dummy for random weights of the right shapes")
     p.add_argument("--attention-backend", help="torch, triton or flash_attn; left out: the fastest that runs here")
     p.add_argument("--tensor-parallel-size", type=int, default=1, help="processes that share the model, a GPU each")
+    p.add_argument("--kv-cache-dtype", default="auto", help="int8 or fp8: a byte for each number of K and V")
+    p.add_argument("--ngram-drafts", type=int, default=0, help="so many tokens a step are guessed from the text so far")
+    p.add_argument("--draft-model", help="a smaller model that guesses four tokens a step")
     p.add_argument("--max-tokens", type=int, default=64, help="most tokens to make")
     p.add_argument("--min-tokens", type=int, default=0, help="no end before so many tokens")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, 1 the model's own distribution")
@@ -37,8 +40,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 ENGINE_OPTIONS = ("device", "dtype", "max_model_len", "load_format", "attention_backend")
-ENGINE_OPTIONS += ("tensor_parallel_size",)
+ENGINE_OPTIONS += ("tensor_parallel_size", "kv_cache_dtype")
 SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop")
+
+
+def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
+    """Raises ValueError for both kinds of drafts at once."""
+    if args.draft_model is not None and args.ngram_drafts:
+        raise ValueError("--ngram-drafts and --draft-model: a step checks one run of drafts; give one of the two")
+    if args.draft_model is not None:
+        return SpeculativeConfig(model=args.draft_model)
+    return SpeculativeConfig(method="ngram", num_tokens=args.ngram_drafts) if args.ngram_drafts else None
 
 
 def main() -> None:
@@ -46,7 +58,8 @@ def main() -> None:
     args = cli.parse_args()
     try:
         params = SamplingParams(**{k: getattr(args, k) for k in SAMPLING_OPTIONS}, ignore_eos=args.ignore_eos)
-        llm = LLM(args.model, **{k: getattr(args, k) for k in ENGINE_OPTIONS})
+        options = {k: getattr(args, k) for k in ENGINE_OPTIONS}
+        llm = LLM(args.model, **options, speculative=speculative(args))
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
         chat = llm.tokenizer.has_chat_template and not args.raw
         pieces = llm.stream(
@@ -69,9 +82,10 @@ def report(llm: LLM, pieces) -> None:
         pass
     seconds = time.perf_counter() - start
     counters = llm.metrics.counters()
+    speed = (counters["steps"] + counters["accepted_tokens"]) / seconds
     print(flush=True)
     print(
-        f"\n{seconds:.2f} s, {counters['steps'] / seconds:.1f} tokens/s, first text after {first or 0:.2f} s",
+        f"\n{seconds:.2f} s, {speed:.1f} tokens/s, first text after {first or 0:.2f} s",
         file=sys.stderr,
     )
     print("  ".join(f"{name} {value:,}" for name, value in counters.items()), file=sys.stderr)

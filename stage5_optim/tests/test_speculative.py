@@ -32,6 +32,7 @@ from ..step_inputs import last_rows, sampled_sequences
 from .helpers import make_checkpoint
 from .script import PieceTokenizer, ScriptModel, force, new_engine, play, scripted
 from .test_batching import Solo, some_prompt
+from .test_engine import run_main
 from .test_failures import failing, interrupt_at_line
 from .test_features import resolve
 from .test_pipeline import assert_idle, check, draw_request, serve
@@ -1038,3 +1039,25 @@ def test_a_closed_engine_holds_no_draft_model(engine):
     llm.close()
     gc.collect()
     assert draft() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ngram-drafts", "3"], "up to 3 drafts by ngram"),
+        (["--draft-model", "tiny"], "up to 4 drafts by tiny"),
+        (["--kv-cache-dtype", "int8"], "tokens in int8"),
+        (["--ngram-drafts", "3", "--draft-model", "tiny"], "give one of the two"),
+        (["--ngram-drafts", "-1"], "num_tokens=-1"),
+    ],
+)
+def test_on_the_command_line(monkeypatch, capsys, arguments, said):
+    """The same text, and the first log line (or the error) says so."""
+    common = ["abcabc", "--raw", "--model", "tiny", "--device", "cpu", "--max-tokens", "9"]
+    code, plain, _ = run_main(monkeypatch, capsys, *common)
+    assert code == 0
+    code, text, error = run_main(monkeypatch, capsys, *common, *arguments)
+    assert said in error
+    if code == 0 and "int8" not in arguments:
+        assert text == plain
+    assert code == (2 if text == "" else 0)
