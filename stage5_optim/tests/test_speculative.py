@@ -1051,13 +1051,13 @@ def test_a_closed_engine_holds_no_draft_model(engine):
         (["--ngram-drafts", "-1"], "num_tokens=-1"),
     ],
 )
-def test_on_the_command_line(monkeypatch, capsys, arguments, said):
+def test_on_the_command_line(monkeypatch, capsys, caplog, arguments, said):
     """The same text, and the first log line (or the error) says so."""
     common = ["abcabc", "--raw", "--model", "tiny", "--device", "cpu", "--max-tokens", "9"]
     code, plain, _ = run_main(monkeypatch, capsys, *common)
     assert code == 0
     code, text, error = run_main(monkeypatch, capsys, *common, *arguments)
-    assert said in error
+    assert said in error + caplog.text
     if code == 0 and "int8" not in arguments:
         assert text == plain
     assert code == (2 if text == "" else 0)
