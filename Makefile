@@ -34,7 +34,7 @@ demo: $(VENV)/ready
 	$(RUN) -m benchmarks.compare
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 
 curve: $(VENV)/ready
 	$(RUN) -m benchmarks.curve

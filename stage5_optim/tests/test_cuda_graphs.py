@@ -242,8 +242,8 @@ def test_what_is_recorded_and_what_a_replay_reads(monkeypatch):
     active, calls = [], []
 
     @contextmanager
-    def recording(graph: Recording, pool: str) -> Iterator[None]:
-        assert pool == "the pool" and not active
+    def recording(graph: Recording, pool: str, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("the pool", "thread_local") and not active
         active.append(graph)
         yield
         active.clear()
