@@ -236,6 +236,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
 
 
 def pages() -> list[Path]:
+    """Every page with blocks: README.md and README.zh.md, the lessons, the pages of the benchmarks."""
     return sorted([*ROOT.glob("*.md"), *ROOT.glob("stage*/README.md"), *ROOT.glob("benchmarks/**/*.md")])
 
 
@@ -246,18 +247,18 @@ def rendered(page: Path) -> str:
         begin, name, arguments, _, end = match.groups()
         return begin + RENDERERS[name](page, *arguments.split()) + end
 
-    return BLOCK.sub(redraw, page.read_text())
+    return BLOCK.sub(redraw, page.read_text(encoding="utf-8"))
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description="Draw the measured numbers of the READMEs from benchmarks/results.")
     p.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     args = p.parse_args()
-    stale = [page for page in pages() if rendered(page) != page.read_text()]
+    stale = [page for page in pages() if rendered(page) != page.read_text(encoding="utf-8")]
     for page in stale:
         print(f"{'out of date' if args.check else 'rewritten'}: {page.relative_to(ROOT)}")
         if not args.check:
-            page.write_text(rendered(page))
+            page.write_text(rendered(page), encoding="utf-8")
     return 1 if stale and args.check else 0
 
 
