@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from . import plots, plots_optim, plots_paged, plots_prefix  # noqa: F401 (for the notebooks)
+from . import plots, plots_kv, plots_optim, plots_paged, plots_prefix, plots_speculative  # noqa: F401 (for the notebooks)
 from .common import OUT, ROOT, colour, default_device, label
 from .plots import finish, source
 from .serve import drive

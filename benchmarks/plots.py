@@ -12,6 +12,7 @@ if "ipykernel" not in sys.modules:  # a notebook has a way of its own to show a 
     matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from .common import REFERENCE, colour, label
 
@@ -88,6 +89,9 @@ def draw_load(document: dict, path: Path | None = None) -> Figure:
             look = dict(color=colour(row["stage"]), linestyle=styles[row["rate"]], label=row["name"])
             axis.step(values, shares, where="post", **look)
         axis.set(xlabel=title, xscale="log", ylim=(0, 1.02))
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("share that saw at most so much")
     axes[1].legend(fontsize=7, frameon=False)
@@ -118,6 +122,8 @@ def _bars(axis, names: list[str], values: list[float], colours: list[str], title
     axis.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=8)
     axis.set_title(title, fontsize=10)
     axis.set_xlim(0, (max(values) or 1) * 1.3)
+    if max(values) >= 100_000:  # long numbers below: fewer of them
+        axis.xaxis.set_major_locator(MaxNLocator(3))
     axis.tick_params(axis="y", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 

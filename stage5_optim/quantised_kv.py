@@ -18,7 +18,7 @@ their scale would be 130 bytes long. A head's scales lie side by side, and those
 
 Nobody makes an unquantised copy of the cache. As a scale belongs to a whole row of K, it can wait until the row's
 product is known: q . k = scale * (q . numbers); and V's goes into the weights. paged_attention.py does just that, and
-the torch backend the same in another order. Source of the idea: KIVI (arXiv 2402.02750), which groups more cleverly.
+torch widens what one sequence has in it. Source of the idea: KIVI (arXiv 2402.02750), which groups more cleverly.
 """
 
 from dataclasses import dataclass

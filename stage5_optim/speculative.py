@@ -11,7 +11,7 @@ known token and the drafts behind it, as if they were a piece of a prompt:
 Row by row: what is sampled behind "the" is the next token in any case. If it is the draft "cat", then the row of "cat"
 has seen the true text, and what is sampled there is the token after that; and so on up to the first draft that is
 wrong. Its row and those behind it are dropped, and the places of their K and V in the cache are given back. Every step
-keeps 1 to 1 + k tokens, so drafts that are always wrong cost rows, and nothing else.
+keeps 1 to 1 + k tokens, so drafts that are always wrong cost rows, but no steps.
 
 Why this is exact, at any temperature. Noise is a function of (seed, output position, token id), see sampling.py: what
 comes after a text is one certain token. A row is only used if all drafts before it were what was sampled, so it saw the
