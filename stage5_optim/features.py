@@ -43,8 +43,9 @@ class Features:
     def __str__(self) -> str:
         names = ("fused_kernels", "cuda_graphs", "async_scheduling")
         found = [name.replace("_", " ") for name in names if getattr(self, name)]
-        found += [] if self.speculative is None else [str(self.speculative)]
-        return "; ".join([", ".join(found) or "no fused kernels, graphs or async scheduling", *self.notes])
+        words = ", ".join(found) or "no fused kernels, graphs or async scheduling"
+        drafts = [] if self.speculative is None else [str(self.speculative)]
+        return "; ".join([words, *drafts, *self.notes])
 
 
 def resolve_features(config: EngineConfig, resolved: Resolved, head_dim: int) -> Features:

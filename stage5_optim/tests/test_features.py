@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from .. import LLM, attention
+from .. import LLM, SpeculativeConfig, attention
 from .. import llm as llm_module
 from .. import ops as torch_ops
 from ..config import EngineConfig, Resolved
@@ -116,6 +116,10 @@ def test_what_was_switched_off_needs_no_excuse(monkeypatch):
         (Features(False, True, False), "cuda graphs"),
         (Features(False, False, False), "no fused kernels, graphs or async scheduling"),
         (Features(False, False, True, ("no graphs (x)",)), "async scheduling; no graphs (x)"),
+        (
+            Features(False, False, False, ("no x",), SpeculativeConfig(method="ngram")),
+            "no fused kernels, graphs or async scheduling; up to 4 drafts by ngram; no x",
+        ),
     ],
 )
 def test_how_it_reads(found, text):
