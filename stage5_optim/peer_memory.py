@@ -2,8 +2,8 @@
 
 CUDA gives a handle for a piece of memory, 64 bytes that mean something in any process; who opens it gets an address,
 and a kernel that loads from there reads the other GPU's memory over NVLink or PCIe. Torch's "symmetric memory" does the
-same, but numbers its exchanges from the start of each process: a new rank never meets one that has had another engine
-before. So these are the calls themselves.
+same, but its exchange hung (torch 2.11) where a process made its second engine, with ranks that were new. So these are
+the calls themselves.
 """
 
 import ctypes
