@@ -74,8 +74,12 @@ def make_quick_sum(
     obstacle = find_obstacle(ranks.size, dtype)
     if ranks.minimum(obstacle is None) == 0:  # they agree before they wait for each other
         return None, obstacle or "another rank cannot read the others' memory"
-    quick_sum = QuickSum(ranks.rank, ranks.size, store, dtype, device)
-    ranks.minimum(1)  # all have made theirs
+    try:
+        quick_sum = QuickSum(ranks.rank, ranks.size, store, dtype, device)
+    except RuntimeError as error:  # a container may keep its processes apart
+        quick_sum, obstacle = None, str(error)
+    if ranks.minimum(quick_sum is not None) == 0:  # now all have made theirs, or know that somebody has not
+        return None, obstacle or "another rank cannot read the others' memory"
     return quick_sum, f"a quick kernel up to {MOST * dtype.itemsize // 2**20} MiB"
 
 

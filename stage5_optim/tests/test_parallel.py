@@ -21,12 +21,12 @@ import psutil
 import pytest
 import torch
 
-from .. import LLM, SamplingParams, ops, processes
+from .. import LLM, SamplingParams, ops, processes, quick_sum
 from .. import llm as llm_module
 from ..attention import attend_torch
 from ..checkpoint import build_model
 from ..config import ModelConfig
-from ..parallel import CHECK, fingerprint, parallel_ops
+from ..parallel import CHECK, OneRank, fingerprint, parallel_ops
 from ..peer_memory import Runtime
 from ..quick_sum import SWITCH, find_obstacle
 from ..sharding import Shard, split
@@ -553,6 +553,31 @@ def test_why_there_are_no_quick_sums(monkeypatch, env, dtype, reason):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert find_obstacle(2, dtype) == reason
+
+
+def test_without_shared_memory_nccl_sums(monkeypatch):
+    """A handle that cannot be opened, here or on another rank: nobody has quick sums, and the log says why."""
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("cudaIpcOpenMemHandle: CUDA error 201")
+
+    class Others(OneRank):
+        """Other ranks, one of which has failed at the second question."""
+
+        answers = (1, 0)
+
+        def minimum(self, value: int) -> int:
+            found, *self.answers = self.answers
+            return min(value, found)
+
+    monkeypatch.setattr(quick_sum, "find_obstacle", lambda *arguments: None)
+    monkeypatch.setattr(quick_sum, "QuickSum", fails)
+    cuda = torch.device("cuda")
+    found = quick_sum.make_quick_sum(OneRank(), None, torch.float32, cuda)
+    assert found == (None, "cudaIpcOpenMemHandle: CUDA error 201")
+    monkeypatch.setattr(quick_sum, "QuickSum", lambda *arguments: "a sum")
+    assert quick_sum.make_quick_sum(Others(), None, torch.float32, cuda)[0] is None
+    assert quick_sum.make_quick_sum(OneRank(), None, torch.float32, cuda)[0] == "a sum"
 
 
 def test_the_log_says_who_sums(engines):
