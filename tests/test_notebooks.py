@@ -61,7 +61,7 @@ def test_cells_out_of_order_are_found(order):
     assert "not run from the top" in found(notebook)
 
 
-@pytest.mark.parametrize("path", ["/home/me/x", "/tmp/x", "/root/.cache", "/work/main", "/Users/me", "C:\\Users"])
+@pytest.mark.parametrize("path", ["/home/me/x", "/tmp/x", "/root/.cache", "/work/me", "/Users/me", "C:\\Users"])
 def test_a_path_of_one_machine_is_found(path):
     notebook = ran("print(path)")
     notebook.cells[0].outputs[0].text = f"Written: {path}\n"
