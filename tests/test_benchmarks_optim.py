@@ -1,12 +1,13 @@
 """benchmarks.optim measures what it says with each of its commands, and reads a GPU's trace rightly."""
 
+import importlib
 import json
 import os
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import kv_quality, kv_speed, optim, optim_profile, plots_optim, prefix, workloads
+from benchmarks import fused, kv_quality, kv_speed, optim, optim_profile, plots_optim, prefix, workloads
 from benchmarks.optim_engine import known_options, summary
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--repeats", "1"]
@@ -226,3 +227,11 @@ def test_kv_speed_says_what_it_needs(capsys):
     with pytest.raises(SystemExit) as ended:
         kv_speed.main(["--only", "no such step"])
     assert ended.value.code == 2 and "kv_speed: error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(fused.CALLS))
+def test_fused_finds_both_versions_of_each_operation(name):
+    """On a GPU it would be a row that failed: names are looked up before anything is measured."""
+    pytest.importorskip("triton", reason="needs the package triton")
+    assert callable(fused.kernel(fused.STAGES[-1], name))
+    assert name == "sample" or callable(getattr(importlib.import_module(f"{fused.STAGES[-1]}.ops"), name))
