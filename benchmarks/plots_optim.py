@@ -16,7 +16,7 @@ from .common import ROOT, colour, stages
 from .optim_tables import speed_ratio
 from .plots import finish, source
 
-LESSON = "stage 5"
+LESSON = "figures"
 
 PAGED, OPTIM = (colour(stage) for stage in stages() if stage[5] in "45")
 RESULTS = ROOT / "benchmarks" / "results"
