@@ -106,7 +106,7 @@ def speed_rows(args: argparse.Namespace) -> list[dict]:
 def ablation_rows(args: argparse.Namespace) -> list[dict]:
     """All on (the default), then one thing changed at a time, then all off.
 
-    A step of one request brings one token, except with drafts: there "ms per step" is the time from token to token.
+    Of one request the time from token to token is told: without drafts that is a step, with them a share of one.
     """
     return [
         row("all on"),

@@ -40,7 +40,7 @@ def columns_of_workloads(rows: list[dict], what: str) -> Columns:
                 ("one: tokens/s", lambda r: spread(r["one"], "tokens_per_second", "{:,.0f}")),
                 ("decoding only", lambda r: number(r["one"].get("decode_tokens_per_second"), "{:,.0f}")),
             ],
-            "ablation": [("one: ms per step", lambda r: number(r["one"]["ms_per_step"], "{:.2f}"))],
+            "ablation": [("one: ms per token", lambda r: number(r["one"]["ms_per_step"], "{:.2f}"))],
         }[what]
         columns += [("TTFT, ms", lambda r: number(r["one"].get("ttft_ms")))]
         columns.append(ratio_column(rows, "one", "tokens_per_second" if what == "speed" else "ms_per_step"))

@@ -55,6 +55,18 @@ def test_ablation_changes_one_thing_at_a_time(tmp_path):
     assert (tmp_path / "optim-ablation.png").stat().st_size > 5000
 
 
+def test_ablation_tells_the_time_of_a_token(tmp_path):
+    """A step with drafts brings several: what stands in the table is the time from token to token, and called so."""
+    document = measure("ablation", tmp_path, "--workload", "one", "--tokens", "24", "--rows", "all on", "n-gram")
+    assert document["columns"]["0"] == "one: ms per token"
+    plain, drafting = (row["one"]["samples"][0] for row in document["rows"])
+    assert drafting["counters"]["steps"] < plain["counters"]["steps"] == 24, "else a step and a token were the same"
+    for row, cells in zip(document["rows"], document["cells"], strict=True):
+        (sample,) = row["one"]["samples"]
+        assert cells[0] == f"{sample['ms_per_step']:.2f}"
+        assert sample["ms_per_step"] == pytest.approx(1000 / sample["decode_tokens_per_second"])
+
+
 def test_waterfall_steps_are_of_all_requests(tmp_path):
     """Gaps from where the last one has its first token, two left out; each size of the batch is there."""
     rows = measure("waterfall", tmp_path, "--batches", "1", "3", "--tokens", "8")["rows"]
