@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import kv_quality, kv_speed, optim, optim_profile, plots_optim, prefix, workloads
+from benchmarks import kv_quality, kv_speed, optim, optim_profile, optim_tables, plots_optim, prefix, workloads
 from benchmarks.optim_engine import known_options, summary
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--repeats", "1"]
@@ -78,6 +78,33 @@ def test_waterfall_steps_are_of_all_requests(tmp_path):
         assert 3 <= len(found["samples"][0]["gaps_ms"]) <= 6 and found["ms_per_step"] > 0
         assert found["samples"][0]["counters"]["prefill_tokens"] == 3 * 128
     assert (tmp_path / "optim-waterfall.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "what, arguments",
+    [("ablation", ["--workload", "one"]), ("waterfall", ["--batches", "1"]), ("profile", ["--batches", "1"])],
+)
+def test_what_a_cpu_does_not_have_is_said(what, arguments, tmp_path, capsys):
+    """Its rows are equal but for chance: one line names what is off in all of them."""
+    rows = ["all on", "no CUDA", "all off", "+ async"]
+    measure(what, tmp_path, *arguments, "--tokens", "4", "--steps", "2", "--rows", *rows)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("This device ")]
+    assert "has no fused kernels, no CUDA graphs, no async scheduling: rows that differ only in that" in line
+
+
+def test_what_a_device_has_is_not_called_missing(tmp_path, capsys):
+    """Judged by what the engines ran with where nobody switched it, not by rows that forbid it."""
+    on, off = ({name: value for name, _ in optim_tables.SWITCHES.values()} for value in (True, False))
+    free, eager = {"used_options": {}}, {"used_options": {"enforce_eager": True}}
+    drafts = {"used_options": {"speculative": {"method": "ngram"}}}
+    assert optim_tables.not_here([free | {"features": on}, eager | {"features": off}]) == []
+    no_graphs = free | {"features": on | {"cuda_graphs": False}}
+    assert optim_tables.not_here([drafts | {"features": on | {"async_scheduling": False}}]) == []
+    assert optim_tables.not_here([no_graphs, eager | {"features": off}]) == ["CUDA graphs"]
+    assert optim_tables.not_here([eager | {"features": on | {"cuda_graphs": False}}]) == [], "nobody asked for them"
+    assert optim_tables.not_here([free | {"features": {}}, free]) == [], "stage 4, and files of old"
+    measure("waterfall", tmp_path, "--batches", "1", "--tokens", "4", "--rows", "all off")
+    assert "This device" not in capsys.readouterr().out
 
 
 def test_parallel_rows_share_the_model(tmp_path, monkeypatch):
