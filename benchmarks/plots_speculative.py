@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from .plots import finish, source
 
-LESSON = "stage 5"
+LESSON = "figures"
 
 LOOKS = {  # Okabe-Ito, as everywhere
     "editing": ("#0072B2", "o", "-"),
