@@ -5,7 +5,7 @@ For one sequence, with q, k and v of this step's tokens and the K and V of all e
     out_t = sum over s <= t of softmax_s(q_t . k_s / sqrt(head_dim)) * v_s
 
 Every token sees itself and what came before it. The last of the queries sees everything, so the causal mask is aligned
-to the bottom right. With one query (decode) there is nothing to hide, and a wrong mask would not show:
+to the bottom right. With one query (decode) there is nothing to hide, so it gets no mask:
 
     3 queries, 5 keys        # # # . .        Query heads share key-value heads in groups (GQA): with 9 query and
     (2 tokens were           # # # # .        3 KV heads, query heads 0-2 read KV head 0, and so on.

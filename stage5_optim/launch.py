@@ -2,7 +2,7 @@
 
 Programmatic dependent launch (a GPU of compute capability 9.0): a kernel says at once that the next one may start, and
 that one loads what does not depend on anybody, its weights, and only then waits for the results of the one before. So
-memory never idles between two products:
+memory hardly idles between two products:
 
     in a row     |k1 launch|load|compute|k2 launch|load|compute|
     dependent    |k1 launch|load|compute|

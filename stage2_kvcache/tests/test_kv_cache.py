@@ -45,7 +45,7 @@ def prompt(length: int, offset: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 20, 39, 40])
 def test_any_chunk_size_gives_the_same_logits(llm, size):
-    """A mask aligned to the top left is perfect for one-token steps and wrong for every chunk but the first."""
+    """A mask aligned to the top left does not show in one-token steps, which use none, nor in the first chunk."""
     ids = prompt(40)
     whole = logits_in_chunks(llm, ids, [])
     chunked = logits_in_chunks(llm, ids, list(range(0, 40, size)))
