@@ -1,4 +1,4 @@
-"""Draft model: a smaller model with the same vocabulary writes on, and the target checks what it wrote.
+"""Draft model: a smaller model with the same tokens writes on, and the target checks what it wrote.
 
 It has a runner and KV blocks of its own. To each sequence that decodes belongs a follower: the same text and seed in
 the draft's blocks, a little behind or ahead.
@@ -14,9 +14,13 @@ whole prompt and computes it, in pieces if it is longer than a step.
 Drafts are sampled as the target samples, with the same parameters and noise: speculative.py says why. So a target that
 drafts for itself is always right. A sequence gets no drafts while there are no blocks for its follower, or where the
 draft model's positions end.
+
+Models of one family share their tokens, but often not the size to which the vocabulary is padded (Qwen2.5: 151,936 or
+152,064). A draft that the target has no row for is dropped, and a text that the draft model has no row for gets none.
 """
 
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -31,6 +35,7 @@ from .kv_cache import KVCache, block_bytes
 from .model_runner import ModelRunner
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .speculative import NgramProposer, Proposer
+from .tokenizer import Tokenizer
 
 
 class Follower:
@@ -48,13 +53,18 @@ class Follower:
     def begin(self, num_wanted: int) -> None:
         """Drop the drafts that were wrong, take what came in their place, and be ready to draft so many tokens."""
         ours, true = self.seq.token_ids, self.target.token_ids
-        same = len(ours) - len(self.drafts)
+        same = self.num_true
         while same < min(len(ours), len(true)) and ours[same] == true[same]:
             same += 1
         ours[same:] = true[same:]
         last = len(true) - 1  # is computed in any case: the next token is sampled from it
         self.seq.num_computed_tokens = min(self.seq.num_computed_tokens, same, last)
         self.num_wanted, self.drafts = num_wanted, []
+
+    @property
+    def num_true(self) -> int:
+        """Its first tokens that are no drafts."""
+        return len(self.seq.token_ids) - len(self.drafts)
 
     @property
     def is_done(self) -> bool:
@@ -68,10 +78,11 @@ class Follower:
 class DraftModel(Proposer):
     """Proposes what another model would write. `make_cache` must be called before it can."""
 
-    def __init__(self, config: EngineConfig, target: ModelConfig, resolved: Resolved):
+    def __init__(self, config: EngineConfig, target: ModelConfig, resolved: Resolved, tokenizer: Tokenizer):
         files = zoo.locate(config.speculative.model, config.load_format)
         model_config = ModelConfig.from_hf(files.config)
-        check_vocabulary(config, model_config.vocab_size, target.vocab_size)
+        check_vocabulary(config, Tokenizer(files.tokenizer), tokenizer)
+        self.target_vocab_size = target.vocab_size
         self.resolved = resolve_draft(config, model_config, resolved)
         self.features = resolve_features(config, self.resolved, model_config.head_dim)
         self.model_config = replace(model_config, dtype=resolved.dtype)
@@ -103,7 +114,10 @@ class DraftModel(Proposer):
         followers = [one for seq, count in wanted.items() if (one := self._follow(seq, count)) is not None]
         while left := [one for one in followers if not one.is_done]:
             self._step(left)
-        return {one.target: one.drafts for one in followers}
+        return {
+            one.target: [*takewhile(lambda token_id: token_id < self.target_vocab_size, one.drafts)]
+            for one in followers
+        }
 
     def forget(self) -> None:
         """Free all blocks, whoever seems to hold them. Followers are made anew when they are needed."""
@@ -120,9 +134,9 @@ class DraftModel(Proposer):
         there are none, or too few blocks."""
         count = min(count, self.resolved.max_model_len - seq.num_tokens + 1)
         end = seq.num_tokens + count - 1  # the last draft is not computed
-        if count < 1:
-            return None
         known = self._followers.get(seq)
+        if count < 1 or not self._can_read(seq.token_ids[known.num_true if known else 0 :]):
+            return None
         if known is None:
             if self.block_manager.blocks_for(end) > self.block_manager.num_free_blocks:
                 return None
@@ -137,6 +151,9 @@ class DraftModel(Proposer):
         known.begin(count)
         return known
 
+    def _can_read(self, token_ids: list[int]) -> bool:
+        return max(token_ids, default=0) < self.model_config.vocab_size
+
     def _step(self, followers: list[Follower]) -> None:
         """One step of the draft model: what these lack, as far as it goes, and a draft for who lacks nothing more."""
         batch, by_id = Batch(self._budget), {one.seq.seq_id: one for one in followers}
@@ -150,19 +167,25 @@ class DraftModel(Proposer):
                 by_id[item.seq.seq_id].append(*token_ids[item.seq.seq_id])
 
 
-def make_proposer(config: EngineConfig, target: ModelConfig, resolved: Resolved) -> Proposer:
-    """Who drafts, by the option `speculative`. A draft model's weights are loaded here."""
+def make_proposer(config: EngineConfig, target: ModelConfig, resolved: Resolved, tokenizer: Tokenizer) -> Proposer:
+    """Who drafts, by the option `speculative`. A draft model's weights are loaded here. tokenizer: the target's."""
     if config.speculative is None:
         return Proposer()
-    return NgramProposer(config.speculative) if config.speculative.method else DraftModel(config, target, resolved)
+    if config.speculative.method:
+        return NgramProposer(config.speculative)
+    return DraftModel(config, target, resolved, tokenizer)
 
 
-def check_vocabulary(config: EngineConfig, ours: int, theirs: int) -> None:
-    """Raises ValueError for a draft model whose token ids mean something else."""
-    if ours != theirs:
+def check_vocabulary(config: EngineConfig, ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Raises ValueError for a draft model of whose token ids one means something else. More ids do no harm."""
+    tokens = {token_id: token for token, token_id in theirs.hf.get_vocab().items()}
+    same = {token_id: token for token, token_id in ours.hf.get_vocab().items() if token_id in tokens}
+    other = min((token_id for token_id, token in same.items() if token != tokens[token_id]), default=None)
+    if other is not None:
         raise ValueError(
-            f"speculative model={config.speculative.model!r} has a vocabulary of {ours} tokens, but {config.model!r} "
-            f"has {theirs}; take a smaller model of the same family, or method='ngram'"
+            f"speculative model={config.speculative.model!r} has other tokens than {config.model!r}: id {other} is "
+            f"{same[other]!r} there and {tokens[other]!r} here; take a smaller model of the same family, or "
+            "method='ngram'"
         )
 
 

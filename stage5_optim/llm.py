@@ -87,7 +87,7 @@ class LLM:
         setup = Setup(config, self.model_config, resolved, self.features, self.scheduler_config, files.weights)
         ranks = start_ranks(setup)
         with ranks.starting():
-            proposer = make_proposer(config, self.model_config, resolved)
+            proposer = make_proposer(config, self.model_config, resolved, self.tokenizer)
             runner = build_runner(setup, ranks, self.tokenizer, proposer)
             num_blocks, num_swap_blocks = runner.kv_cache.data.shape[2], len(runner.kv_cache.host)
             sizes = num_blocks, resolved.block_size, num_swap_blocks

@@ -52,9 +52,9 @@ class SpeculativeConfig:
     """Who drafts, and how many tokens a step.
 
     method: "ngram" looks for the last tokens earlier in the text, and drafts what came after them there. model: any
-    checkpoint with the same vocabulary that is faster than the target (see draft_model.py); give one of the two.
-    num_tokens: most drafts of a sequence in one step. max_ngram, min_ngram: of "ngram", so many last tokens are looked
-    for, more of them first; 32 at most.
+    checkpoint with the same tokens that is faster than the target (see draft_model.py); give one of the two.
+    num_tokens: most drafts of a sequence in one step. max_ngram, min_ngram: of "ngram" alone, so many last tokens are
+    looked for, more of them first; 32 at most.
     """
 
     method: str | None = None
@@ -75,6 +75,11 @@ class SpeculativeConfig:
             raise ValueError(
                 f"method={self.method!r}, model={self.model!r}: expected one of the two, method='ngram' or the name of "
                 "a draft model"
+            )
+        own = [name for name in ("max_ngram", "min_ngram") if getattr(self, name) != getattr(type(self), name)]
+        if own and self.method is None:
+            raise ValueError(
+                f"{own[0]}={getattr(self, own[0])!r} belongs to method='ngram'; a draft model has no use for it"
             )
         for name in ("num_tokens", "max_ngram", "min_ngram"):
             check_int(name, getattr(self, name), minimum=1)

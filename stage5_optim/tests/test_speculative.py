@@ -5,6 +5,7 @@ some of them, so that a run is accepted up to every place in it.
 """
 
 import gc
+import json
 import logging
 import math
 import random
@@ -113,6 +114,7 @@ def other(tmp_path_factory):
         (dict(method="ngram", min_ngram=0), "min_ngram=0"),
         (dict(method="ngram", max_ngram=1), "min_ngram=2 is more than max_ngram=1"),
         (dict(method="ngram", max_ngram=33), "max_ngram=33: expected at most 32, as all n-grams are kept"),
+        (dict(model="tiny", max_ngram=3), "max_ngram=3 belongs to method='ngram'"),
         (dict(method="ngram", num_token=3), "unknown option 'num_token' for SpeculativeConfig, did you mean 'num_tok"),
     ],
 )
@@ -197,11 +199,40 @@ def test_the_draft_model_has_its_share_of_the_memory(engine, other):
     assert draft.block_manager.num_blocks == llm.block_manager.num_blocks
 
 
-def test_a_draft_model_with_another_vocabulary(tmp_path):
-    """Its ids would mean something else."""
-    folder = make_checkpoint(tmp_path, "llama")
-    with pytest.raises(ValueError, match=r"has a vocabulary of 128 tokens, but 'tiny' has 259; take a smaller model"):
+def test_a_draft_model_with_other_tokens(tmp_path):
+    """Its ids would mean something else, and nothing but the acceptance would tell. As many ids are no proof."""
+    folder = make_checkpoint(tmp_path, "llama", vocab_size=259)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"has other tokens than 'tiny': id 97 is 'b' there and 'a' here; take a smal"):
         new_engine(speculative=SpeculativeConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize(("target", "draft"), [("tiny", "small"), ("small", "tiny")])
+def test_a_vocabulary_that_is_padded_otherwise(tmp_path, target, draft):
+    """The target has more ids: who uses one of them gets no drafts. It has fewer: a draft beyond them would be looked
+    up outside of its embedding. Nobody gets another token."""
+    folders = {"tiny": "tiny", "small": str(make_checkpoint(tmp_path, "llama"))}  # 259 ids, and the first 128 of them
+    config = SpeculativeConfig(model=folders[draft], num_tokens=3)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    options = dict(device="cpu", dtype="float64", max_model_len=64)
+    with LLM(folders[target], **options) as plain, LLM(folders[target], speculative=config, **options) as llm:
+        for prompts in ([[1, 2, 3], [9] * 20], [[200, 1, 2]], [[5, 250, 9], [1, 2]]):
+            prompts = [[token_id % plain.model_config.vocab_size for token_id in prompt] for prompt in prompts]
+            runs = [one.generate(prompts, params, use_tqdm=False) for one in (plain, llm)]
+            expected, found = ([output.outputs[0].token_ids for output in run] for run in runs)
+            assert found == expected
+        assert llm.metrics.drafted_tokens > 0
+        before = llm.metrics.drafted_tokens
+        llm.generate([[200 % plain.model_config.vocab_size, 1, 2]], params, use_tqdm=False)
+        assert (llm.metrics.drafted_tokens > before) == (target == "small")
+        proposed = llm._pipeline.speculator.proposer
+        assert all(
+            max(one.drafts, default=0) < proposed.model_config.vocab_size for one in proposed._followers.values()
+        )
 
 
 # n-grams
