@@ -5,7 +5,8 @@
     python -m benchmarks compare --model tiny  # the same as python -m benchmarks.compare --model tiny
 
 A measurement is a module of this folder whose `main` takes the arguments; nothing else has to be told. The first line
-of its docstring stands in the list, under the lesson that its constant LESSON names ("stage 4"), or "all stages".
+of its docstring stands in the list, under the lesson that its constant LESSON names ("stage 4"), or "all stages". What
+only draws figures of stored results says LESSON = "figures" and is listed apart.
 """
 
 import ast
@@ -16,6 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 GENERAL = "all stages"
+FIGURES = "figures"
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,25 @@ def read(path: Path) -> Command | None:
 
 
 def commands(folder: Path = FOLDER) -> dict[str, Command]:
-    """Every command by name, those for all stages first, then lesson by lesson."""
+    """Every command by name: those for all stages, then lesson by lesson, at last those that measure nothing."""
     found = [command for path in sorted(folder.glob("*.py")) if (command := read(path))]
-    return {command.name: command for command in sorted(found, key=lambda c: (c.lesson != GENERAL, c.lesson))}
+    order = sorted(found, key=lambda c: (c.lesson == FIGURES, c.lesson != GENERAL, c.lesson))
+    return {command.name: command for command in order}
 
 
 def listing() -> str:
-    lines, lesson = ["usage: python -m benchmarks NAME [options]    (NAME --help: the options)"], None
-    for command in commands().values():
-        if command.lesson != lesson:
-            lesson = command.lesson
-            lines += ["", f"{lesson}:"]
-        lines.append(f"  {command.name:<12} {command.line}")
-    return "\n".join([*lines, "", "Each prints one line of JSON at its end, and writes the whole to a file."])
+    known = list(commands().values())
+    lines = ["usage: python -m benchmarks NAME [options]    (NAME --help: the options)"]
+    for lesson in dict.fromkeys(command.lesson for command in known if command.lesson != FIGURES):
+        lines += section(lesson, [command for command in known if command.lesson == lesson])
+    lines += ["", "Each prints one line of JSON at its end, and writes the whole to a file."]
+    drawing = [command for command in known if command.lesson == FIGURES]
+    return "\n".join(lines + section("measure nothing, only draw figures of result files again", drawing))
+
+
+def section(title: str, some: list[Command]) -> list[str]:
+    width = max([12, *(len(command.name) for command in some)])
+    return ["", f"{title}:", *(f"  {command.name:<{width}} {command.line}" for command in some)]
 
 
 def main(argv: list[str] | None = None) -> int:

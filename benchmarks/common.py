@@ -149,6 +149,7 @@ def run_worker(engine: str, job: dict, on_progress: Callable[[int], None], modul
 
 def run_in_turn(plan: list[tuple[str, dict]], rounds: int, bar: tqdm, module: str = "benchmarks.worker") -> list[dict]:
     """Every (engine, job) of a plan once per round, each time in a fresh process; the order turns around every round.
+    A job may ask for several samples of each process.
 
     Returns one result per entry, with the samples of all rounds, or for a peer that fails {"failure": why}. The bar
     counts tokens as they are made, or runs, as its unit says.
@@ -159,7 +160,7 @@ def run_in_turn(plan: list[tuple[str, dict]], rounds: int, bar: tqdm, module: st
             engine, job = plan[i]
             bar.set_postfix_str(label(engine))
             try:
-                found = run_worker(engine, job | {"samples": 1}, lambda n: bar.update(n * (bar.unit == "tok")), module)
+                found = run_worker(engine, {"samples": 1} | job, lambda n: bar.update(n * (bar.unit == "tok")), module)
             except RuntimeError as error:
                 if engine not in PEERS:
                     raise

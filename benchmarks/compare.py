@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
     p.add_argument("--max-tokens", type=int, default=64, help="new tokens per prompt")
     p.add_argument("--samples", type=int, default=3, help="rounds; each is a fresh process per engine")
+    p.add_argument("--runs", type=int, default=1, help="timed runs of each process, after its warm-up")
     names = [*engines(), *VARIANTS]
     p.add_argument("--engines", nargs="+", default=names, choices=names, help="rows of the table")
     p.add_argument("--out", type=Path, help="folder for compare.json and compare.png; left out: out/cpu, out/h200, ...")
@@ -73,10 +74,10 @@ def run_rounds(args: argparse.Namespace) -> dict[str, dict]:
     Variants of a stage run once, at the end.
     """
     job = {name: getattr(args, name) for name in ("model", "device", "dtype", "max_tokens")}
-    job |= {"prompts": PROMPTS}
+    job |= {"prompts": PROMPTS, "samples": args.runs}
     several = [engine for engine in args.engines if engine not in VARIANTS]
     once = [engine for engine in args.engines if engine in VARIANTS]
-    total = (args.samples * len(several) + len(once)) * len(PROMPTS) * args.max_tokens
+    total = (args.samples * len(several) + len(once)) * args.runs * len(PROMPTS) * args.max_tokens
     with tqdm(total=total, unit="tok", desc="Comparing") as bar:
         results = run_in_turn([(engine, job) for engine in several], args.samples, bar)
         results += run_in_turn([(package_of(name), job | {"options": VARIANTS[name]}) for name in once], 1, bar)
@@ -198,8 +199,8 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Path]:
     """What was asked for, and the model's folder."""
     cli = parser()
     args = cli.parse_args(argv)
-    if args.samples < 1 or args.max_tokens < 2:
-        cli.error("--samples must be at least 1 and --max-tokens at least 2")
+    if args.samples < 1 or args.runs < 1 or args.max_tokens < 2:
+        cli.error("--samples and --runs must be at least 1 and --max-tokens at least 2")
     try:
         return args, model_folder(args.model)
     except ValueError as error:
@@ -219,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     differences = check_same(results, folder)
     print_table(rows, f"{args.model}, {rows[0]['dtype']}, {env['device_name']}: {len(PROMPTS)} prompts at once")
     same = print_agreement(differences, [engine for engine in results if engine not in SAMPLED])
-    job = {name: getattr(args, name) for name in ("model", "max_tokens", "samples")} | {"prompts": PROMPTS}
+    job = {name: getattr(args, name) for name in ("model", "max_tokens", "samples", "runs")} | {"prompts": PROMPTS}
     document = {"environment": env, "job": job, "roofline": card, "rows": rows, "differences": differences}
     document |= {"left_out": left_out, "results": results}
     publish((args.out or results_folder(env["device"])) / "compare.json", document, draw_compare)

@@ -202,8 +202,14 @@ def measure_operation(name: str, ours: Callable, plain: Callable, make: Callable
     return {"seconds": seconds, "tb_per_s": moved_bytes(name, first) / seconds["ours"] / 1e12, "calls": calls}
 
 
+def kernel(stage: str, name: str) -> Callable:
+    """A stage's own version of an operation."""
+    file = "sample_kernels" if name == "sample" else "kernels"
+    return getattr(importlib.import_module(f"{stage}.{file}"), name)
+
+
 def operation_rows(name: str, stage: str, models: list[Model], samples: int) -> list[dict]:
-    kernels, ops = importlib.import_module(f"{stage}.kernels"), importlib.import_module(f"{stage}.ops")
+    ours, ops = kernel(stage, name), importlib.import_module(f"{stage}.ops")
     plain = plain_sample if name == "sample" else getattr(ops, name)
     models = models[:1] if name == "sample" else models  # the vocabulary is the same
     clock, rows = Clock(PARTS[name]), []
@@ -212,7 +218,7 @@ def operation_rows(name: str, stage: str, models: list[Model], samples: int) -> 
             print(f"{name}: out of time before {model.name}, batch {batch}")
             break
         make = partial(CALLS[name], model, batch)
-        result = attempt(partial(measure_operation, name, getattr(kernels, name), plain, make, samples))
+        result = attempt(partial(measure_operation, name, ours, plain, make, samples))
         rows.append({"part": name, "model": model.name, "batch": batch} | result)
     return rows
 
@@ -463,7 +469,7 @@ def main(argv: list[str] | None = None) -> int:
         print_rows(made, f"{part}, bfloat16, {env['device_name']}")
     print(f"{time.perf_counter() - start:.0f} s")
     announce(file, {"environment": env, "job": job, "rows": rows})
-    return 0
+    return int(not args.sweep and any("failure" in row for row in rows))
 
 
 if __name__ == "__main__":

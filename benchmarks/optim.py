@@ -28,7 +28,7 @@ from .optim_engine import PROMPT, Engine, known_options, start_device, summary
 from .optim_file import joined, kept_rows, save
 from .optim_peers import measure_peer
 from .optim_profile import prepare_profiler, profile_decode
-from .optim_tables import print_profile, print_table
+from .optim_tables import print_not_here, print_profile, print_table
 from .plots_optim import DRAW
 
 LESSON = "stage 5"
@@ -106,7 +106,7 @@ def speed_rows(args: argparse.Namespace) -> list[dict]:
 def ablation_rows(args: argparse.Namespace) -> list[dict]:
     """All on (the default), then one thing changed at a time, then all off.
 
-    A step of one request brings one token, except with drafts: there "ms per step" is the time from token to token.
+    Of one request the time from token to token is told: without drafts that is a step, with them a share of one.
     """
     return [
         row("all on"),
@@ -280,6 +280,8 @@ def finish(args: argparse.Namespace, document: dict, path: Path) -> int:
     """Table and figure. Exit status 1 if a row failed that is not a peer's."""
     if document["rows"]:
         print_table(document)
+        if args.what in ("ablation", "waterfall", "profile"):
+            print_not_here(document)
         if args.what == "profile":
             print_profile(document)
         else:

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from . import workloads
 from .common import default_device, stage_options
+from .optim_tables import SWITCHES
 
 PROMPT = 128  # tokens of a prompt, except in the 256-request workload
 SKIP = 2  # gaps between tokens that are left out after the last prefill
@@ -108,11 +109,12 @@ class Engine:
     def facts(self) -> dict:
         """What it is and what it holds. Peaks: since before it was built; the pool of the KV cache is part of them."""
         llm, cuda = self.llm, torch.cuda.is_initialized()
-        manager = llm.block_manager
+        manager, features = llm.block_manager, getattr(llm, "features", None)  # stage 4 has none
         return {
             "dtype": str(llm.resolved.dtype).removeprefix("torch."),
             "backend": llm.resolved.attention_backend,
             "used_options": self.options,
+            "features": {name: getattr(features, name) for name, _ in SWITCHES.values()} if features else {},
             "startup_seconds": self.startup_seconds,
             "kv_pool_bytes": manager.num_blocks * manager.block_size * llm.metrics.kv_bytes_per_token,
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
@@ -130,7 +132,10 @@ class Engine:
         synchronize()
 
     def one(self, tokens: int) -> dict:
-        """One request alone, greedy: seconds of the whole call, time to the first token, and of the tokens after it."""
+        """One request alone, greedy: seconds of the whole call, time to the first token, and of the tokens after it.
+
+        ms_per_step is the time from token to token: with drafts a step brings several.
+        """
         (prompt,) = random_prompts(1, PROMPT, self.vocab)
         self.forget()
         start = time.perf_counter()

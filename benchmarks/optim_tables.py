@@ -9,6 +9,12 @@ from . import gates
 
 Columns = list[tuple[str, Callable[[dict], str]]]
 
+SWITCHES = {  # what it is -> its name in the engine's features, and the options that can switch it off
+    "fused kernels": ("fused_kernels", {"fused_kernels"}),
+    "CUDA graphs": ("cuda_graphs", {"enforce_eager"}),
+    "async scheduling": ("async_scheduling", {"async_scheduling", "speculative"}),
+}
+
 
 def number(value: float | None, form: str = "{:,.1f}") -> str:
     return "-" if value is None else form.format(value)
@@ -40,7 +46,7 @@ def columns_of_workloads(rows: list[dict], what: str) -> Columns:
                 ("one: tokens/s", lambda r: spread(r["one"], "tokens_per_second", "{:,.0f}")),
                 ("decoding only", lambda r: number(r["one"].get("decode_tokens_per_second"), "{:,.0f}")),
             ],
-            "ablation": [("one: ms per step", lambda r: number(r["one"]["ms_per_step"], "{:.2f}"))],
+            "ablation": [("one: ms per token", lambda r: number(r["one"]["ms_per_step"], "{:.2f}"))],
         }[what]
         columns += [("TTFT, ms", lambda r: number(r["one"].get("ttft_ms")))]
         columns.append(ratio_column(rows, "one", "tokens_per_second" if what == "speed" else "ms_per_step"))
@@ -110,6 +116,23 @@ def columns_and_cells(document: dict) -> tuple[dict[int, str], list[list[str]]]:
     else:
         columns = columns_of_batches(rows) if what in ("waterfall", "parallel") else columns_of_profiles(rows)
     return dict(enumerate(head for head, _ in columns)), [[cell(row) for _, cell in columns] for row in rows]
+
+
+def not_here(rows: list[dict]) -> list[str]:
+    """What this device does not have: it is off in every row that leaves it to the device."""
+    found = []
+    for what, (name, options) in SWITCHES.items():
+        left_alone = [row for row in rows if row.get("features") and not options & set(row["used_options"])]
+        if left_alone and not any(row["features"][name] for row in left_alone):
+            found.append(what)
+    return found
+
+
+def print_not_here(document: dict) -> None:
+    """One line: rows that differ only in what is off anyway are equal but for chance."""
+    if found := not_here(document["rows"]):
+        name = document["environment"]["device_name"]
+        print(f"This device ({name}) has no {', no '.join(found)}: rows that differ only in that do the same work.")
 
 
 def print_table(document: dict) -> None:

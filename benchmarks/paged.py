@@ -10,9 +10,16 @@ a fresh process. Files: paged-NAME.json and paged-NAME.png.
 """
 
 import argparse
+import importlib
+import json
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("what", choices=list(WHAT), help="which measurement")
-    p.add_argument("--model", default="tiny", help="a name; tiny: counters")
+    p.add_argument(
+        "--model", default="tiny", help="a name; tiny: counters, given more positions where a row needs them"
+    )
     p.add_argument("--dummy", action="store_true", help="random weights in the model's shapes")
     p.add_argument("--device", choices=["cuda", "cpu"], help="left out: the GPU where there is one")
     p.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, bfloat16 on a GPU")
@@ -68,8 +77,7 @@ def capacity_rows(args: argparse.Namespace) -> list[dict]:
     """32,768 tokens of KV memory. Slots: as many as fit. Blocks: as many requests as the pool lets in."""
     rows, tokens = [], 32768
     for length in (2048, 4096, 8192):
-        common = dict(max_model_len=length if args.model != "tiny" else None)
-        arguments = {"num_requests": 160}
+        arguments, common = {"num_requests": 160}, dict(max_model_len=length)
         slots = dict(max_num_seqs=tokens // length, max_num_batched_tokens=4096)
         rows.append(row(f"slots, up to {length:,} tokens", SLOTS, "short_answers", arguments, **slots, **common))
         pool = dict(num_kv_blocks=tokens // BLOCK, block_size=BLOCK, max_num_seqs=160, max_num_batched_tokens=4096)
@@ -127,19 +135,61 @@ def planned(args: argparse.Namespace) -> list[dict]:
 def measure(args: argparse.Namespace) -> list[dict]:
     """Every row in fresh processes, one per sample, in turn; with a summary."""
     rows = planned(args)
-    plan = [(r["stage"], job_of(r, args)) for r in rows]
-    with tqdm(total=len(plan) * args.samples, unit="run", desc=args.what) as bar:
+    with model_for(args) as model, tqdm(total=len(rows) * args.samples, unit="run", desc=args.what) as bar:
+        plan = [(r["stage"], job_of(r, args, model)) for r in rows]
         results = run_in_turn(plan, args.samples, bar, "benchmarks.serve")
+    check_lengths(rows, results)
     seconds = [[sample["seconds"] for sample in found["samples"]] for found in results]
     rows = [r | summary(found) | {"result": without_requests(found)} for r, found in zip(rows, results, strict=True)]
     return gates.mark(rows, gates.wide_spread(seconds)) if is_timed(args) else rows
 
 
-def job_of(r: dict, args: argparse.Namespace) -> dict:
+def tiny_zoo() -> ModuleType:
+    """The module that makes `tiny`."""
+    return importlib.import_module(f"{BLOCKS}.zoo")
+
+
+def more_positions(args: argparse.Namespace) -> int | None:
+    """How many positions the rows need, if `tiny` has fewer; None: the model is taken as it is."""
+    longest = max(r["options"]["max_model_len"] for r in planned(args))
+    return longest if args.model == "tiny" and longest > tiny_zoo().TINY_CONFIG["max_position_embeddings"] else None
+
+
+def model_name(args: argparse.Namespace) -> str:
+    positions = more_positions(args)
+    return f"tiny with {positions:,} positions" if positions else args.model
+
+
+@contextmanager
+def model_for(args: argparse.Namespace) -> Iterator[str]:
+    """The model that the rows run: --model, or for as long as this lasts a folder of `tiny` with more positions.
+
+    Its weights are the same: only the table of rotary angles is longer.
+    """
+    positions = more_positions(args)
+    if positions is None:
+        yield args.model
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = shutil.copytree(tiny_zoo().tiny_folder(), Path(scratch) / "tiny")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+        yield str(folder)
+
+
+def check_lengths(rows: list[dict], results: list[dict]) -> None:
+    """Raise RuntimeError for a row whose engine took another max_model_len than the row says."""
+    for r, result in zip(rows, results, strict=True):
+        wanted, ran = r["options"]["max_model_len"], result["max_model_len"]
+        if ran != wanted:
+            raise RuntimeError(f"{r['name']}: the engine ran with max_model_len={ran}, not {wanted}")
+
+
+def job_of(r: dict, args: argparse.Namespace, model: str) -> dict:
     """What benchmarks.serve is told."""
     options = r["options"] | {"device": args.device, "dtype": args.dtype}
     options |= {"load_format": "dummy"} if args.dummy else {}
-    job = {"model": args.model, "series": True, "temperature": 0.6, "slice_steps": r.get("slice_steps", 0)}
+    job = {"model": model, "series": True, "temperature": 0.6, "slice_steps": r.get("slice_steps", 0)}
     return job | {"options": options} | {key: r[key] for key in ("workload", "arguments")}
 
 
@@ -229,11 +279,11 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(args)
     device = args.device or default_device()
     env = environment(device)
-    job = {"model": args.model, "samples": args.samples, "what": args.what}
+    job = {"model": model_name(args), "samples": args.samples, "what": args.what}
     columns = {key: COLUMNS[key][0] for key in shown(args)}
     cells = [[cell(key, r[key]) for key in columns] for r in rows]
     document = {"environment": env, "job": job} | card | {"columns": columns, "cells": cells, "rows": rows}
-    print_table(document, f"{args.model}, {rows[0]['result']['dtype']}, {env['device_name']}")
+    print_table(document, f"{job['model']}, {rows[0]['result']['dtype']}, {env['device_name']}")
     out = args.out or results_folder(device)
     publish(out / f"paged-{args.what}.json", document, DRAW[args.what])
     return 0

@@ -52,6 +52,9 @@ def whiskers(axis, runs: list[list[float]]) -> None:
             )
 
 
+LADDER = 50  # from the lowest rung to the highest, beyond which the axis is logarithmic
+
+
 def draw_compare(document: dict, path: Path | None = None) -> Figure:
     """Three bar charts side by side: speed, work, memory."""
     rows = document["rows"]
@@ -70,6 +73,10 @@ def draw_compare(document: dict, path: Path | None = None) -> Figure:
         axis.set_title(title, fontsize=10)
         axis.set_xlim(0, max(values) * 1.25 or 1)
         axis.spines[["top", "right"]].set_visible(False)
+    speeds = [row["tokens_per_second"] for row in rows]
+    if max(speeds) > LADDER * min(speeds):  # or the lower rungs would not be seen
+        axes[0].set(xscale="log", xlim=(min(speeds) / 3, max(speeds) * 6))
+        axes[0].set_title("new tokens per second (logarithmic)", fontsize=10)
     samples = {engine: result["samples"] for engine, result in document["results"].items()}
     speeds = [[row["tokens"] / sample["seconds"] for sample in samples[row["engine"]]] for row in rows]
     whiskers(axes[0], speeds)

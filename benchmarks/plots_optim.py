@@ -16,7 +16,7 @@ from .common import ROOT, colour, stages
 from .optim_tables import speed_ratio
 from .plots import finish, source
 
-LESSON = "stage 5"
+LESSON = "figures"
 
 PAGED, OPTIM = (colour(stage) for stage in stages() if stage[5] in "45")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -66,9 +66,9 @@ def draw_speed(document: dict, path: Path | None = None) -> Figure:
 
 
 def draw_ablation(document: dict, path: Path | None = None) -> Figure:
-    """What is lost without each thing: time of a step alone, tokens per second of many."""
+    """What is lost without each thing: time of a token alone, tokens per second of many."""
     units = {
-        "one": ("ms_per_step", "ms per decode step", "{:.2f}"),
+        "one": ("ms_per_step", "ms per token", "{:.2f}"),
         "many": ("tokens_per_second", "new tokens per second", "{:,.0f}"),
     }
     colours = [OPTIM if row["name"] in ("all on", "with prefix caching") else GREY for row in document["rows"]]

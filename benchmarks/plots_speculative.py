@@ -1,4 +1,4 @@
-"""Figure of benchmarks.speculative, drawn from its result file alone.
+"""Figures of benchmarks.speculative and benchmarks.draft_cost, drawn from their result files alone.
 
 python -m benchmarks.plots_speculative out/h200/speculative.json     # draw it again
 """
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from .plots import finish, source
 
-LESSON = "stage 5"
+LESSON = "figures"
 
 LOOKS = {  # Okabe-Ito, as everywhere
     "editing": ("#0072B2", "o", "-"),
@@ -58,11 +58,35 @@ def _line(above, below, kind: str, rows: list[dict]) -> None:
     below.plot(drafts[1:], [row["acceptance_rate"] for row in rows[1:]], **look)
 
 
+def draw_cost(document: dict, path: Path | None = None) -> Figure:
+    """The tokens that a step must bring to pay, over the number of drafts: a line per model, a panel per batch."""
+    rows, job = document["rows"], document["job"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    fig, axes = plt.subplots(
+        1, len(job["batches"]), figsize=(1 + 3.2 * len(job["batches"]), 3.4), sharey=True, squeeze=False
+    )
+    for axis, batch in zip(axes[0], job["batches"], strict=True):
+        for model, (shade, marker, style) in zip(models, LOOKS.values(), strict=False):
+            (row,) = (row for row in rows if row["model"] == model and row["batch"] == batch)
+            places = [step["drafts"] for step in row["steps"]]
+            tokens = [step["tokens_to_pay"] for step in row["steps"]]
+            axis.plot(places, tokens, color=shade, marker=marker, linestyle=style, markersize=4, label=model)
+        axis.plot(places, [1 + k for k in places], color="#999999", linewidth=0.8, label="all drafts right")
+        axis.set(title=f"batch {batch}", xlabel="drafts of a step", ylim=(0, 5))
+        axis.set_xticks([0, *sorted(job["drafts"])])
+        axis.axhline(1, color="#555555", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("tokens a step must bring to pay")
+    axes[0, -1].legend(fontsize=8, frameon=False)
+    return finish(fig, source(document), path)
+
+
 def main(argv: list[str] | None = None) -> int:
     cli = argparse.ArgumentParser(prog="python -m benchmarks.plots_speculative", description=__doc__.partition("\n")[0])
     cli.add_argument("paths", nargs="+", type=Path, metavar="FILE.json", help="result files; FILE.png is drawn anew")
     for path in cli.parse_args(argv).paths:
-        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        document = json.loads(path.read_text())
+        (draw_cost if path.stem == "draft-cost" else draw)(document, path.with_suffix(".png"))
         print(f"Drawn: {path.with_suffix('.png')}")
     return 0
 

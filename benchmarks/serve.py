@@ -128,6 +128,7 @@ def main() -> None:
     clock, wanted = job.get("clock", "steps"), job.get("series", False)
     samples = [drive(llm, params, requests, clock, wanted) for _ in range(job["samples"])]
     resolved = {"dtype": str(llm.resolved.dtype).removeprefix("torch."), "backend": llm.resolved.attention_backend}
+    resolved |= {"max_model_len": llm.resolved.max_model_len}
     config = llm.scheduler_config
     emit({**resolved, "max_num_seqs": config.max_num_seqs, "budget": config.max_num_batched_tokens, "samples": samples})
 

@@ -94,6 +94,7 @@ class Ahead:
         self.seq = seq
         self.drafts = drafts
         self.num_output_tokens = seq.num_output_tokens + len(drafts)
+        self.params, self.seed, self.inverse_temperature = seq.params, seq.seed, seq.inverse_temperature  # asked often
 
     @property
     def token_ids(self) -> list[int]:

@@ -35,8 +35,20 @@ def test_every_module_that_can_be_run_is_listed():
     assert set(entry.commands()) == modules - STARTED_BY_OTHERS
     text = entry.listing()
     for command in entry.commands().values():
-        assert command.line and f"  {command.name:<12} {command.line}" in text
-        assert command.lesson in {entry.GENERAL, *(f"stage {stage[5]}" for stage in stages())}
+        assert command.line and any(
+            line.split() == f"{command.name} {command.line}".split() for line in text.splitlines()
+        )
+        assert command.lesson in {entry.GENERAL, entry.FIGURES, *(f"stage {stage[5]}" for stage in stages())}
+
+
+def test_what_only_draws_is_no_measurement():
+    """plots_* takes result files and makes none: it stands apart, below what is said of all measurements."""
+    drawing = [name for name, command in entry.commands().items() if command.lesson == entry.FIGURES]
+    assert drawing == [name for name in entry.commands() if name.startswith("plots")] and drawing
+    measured, _, below = entry.listing().partition("Each prints one line of JSON")
+    assert all(f"  {name} " in below and f"  {name} " not in measured for name in drawing)
+    others = set(entry.commands()) - set(drawing)
+    assert all(f"\n  {name} " in measured and f"\n  {name} " not in below for name in others)
 
 
 def test_a_new_module_needs_no_registration(tmp_path):

@@ -1,12 +1,13 @@
 """benchmarks.optim measures what it says with each of its commands, and reads a GPU's trace rightly."""
 
+import importlib
 import json
 import os
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import kv_quality, kv_speed, optim, optim_profile, plots_optim, prefix, workloads
+from benchmarks import fused, kv_quality, kv_speed, optim, optim_profile, optim_tables, plots_optim, prefix, workloads
 from benchmarks.optim_engine import known_options, summary
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--repeats", "1"]
@@ -55,6 +56,18 @@ def test_ablation_changes_one_thing_at_a_time(tmp_path):
     assert (tmp_path / "optim-ablation.png").stat().st_size > 5000
 
 
+def test_ablation_tells_the_time_of_a_token(tmp_path):
+    """A step with drafts brings several: what stands in the table is the time from token to token, and called so."""
+    document = measure("ablation", tmp_path, "--workload", "one", "--tokens", "24", "--rows", "all on", "n-gram")
+    assert document["columns"]["0"] == "one: ms per token"
+    plain, drafting = (row["one"]["samples"][0] for row in document["rows"])
+    assert drafting["counters"]["steps"] < plain["counters"]["steps"] == 24, "else a step and a token were the same"
+    for row, cells in zip(document["rows"], document["cells"], strict=True):
+        (sample,) = row["one"]["samples"]
+        assert cells[0] == f"{sample['ms_per_step']:.2f}"
+        assert sample["ms_per_step"] == pytest.approx(1000 / sample["decode_tokens_per_second"])
+
+
 def test_waterfall_steps_are_of_all_requests(tmp_path):
     """Gaps from where the last one has its first token, two left out; each size of the batch is there."""
     rows = measure("waterfall", tmp_path, "--batches", "1", "3", "--tokens", "8")["rows"]
@@ -66,6 +79,33 @@ def test_waterfall_steps_are_of_all_requests(tmp_path):
         assert 3 <= len(found["samples"][0]["gaps_ms"]) <= 6 and found["ms_per_step"] > 0
         assert found["samples"][0]["counters"]["prefill_tokens"] == 3 * 128
     assert (tmp_path / "optim-waterfall.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "what, arguments",
+    [("ablation", ["--workload", "one"]), ("waterfall", ["--batches", "1"]), ("profile", ["--batches", "1"])],
+)
+def test_what_a_cpu_does_not_have_is_said(what, arguments, tmp_path, capsys):
+    """Its rows are equal but for chance: one line names what is off in all of them."""
+    rows = ["all on", "no CUDA", "all off", "+ async"]
+    measure(what, tmp_path, *arguments, "--tokens", "4", "--steps", "2", "--rows", *rows)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("This device ")]
+    assert "has no fused kernels, no CUDA graphs, no async scheduling: rows that differ only in that" in line
+
+
+def test_what_a_device_has_is_not_called_missing(tmp_path, capsys):
+    """Judged by what the engines ran with where nobody switched it, not by rows that forbid it."""
+    on, off = ({name: value for name, _ in optim_tables.SWITCHES.values()} for value in (True, False))
+    free, eager = {"used_options": {}}, {"used_options": {"enforce_eager": True}}
+    drafts = {"used_options": {"speculative": {"method": "ngram"}}}
+    assert optim_tables.not_here([free | {"features": on}, eager | {"features": off}]) == []
+    no_graphs = free | {"features": on | {"cuda_graphs": False}}
+    assert optim_tables.not_here([drafts | {"features": on | {"async_scheduling": False}}]) == []
+    assert optim_tables.not_here([no_graphs, eager | {"features": off}]) == ["CUDA graphs"]
+    assert optim_tables.not_here([eager | {"features": on | {"cuda_graphs": False}}]) == [], "nobody asked for them"
+    assert optim_tables.not_here([free | {"features": {}}, free]) == [], "stage 4, and files of old"
+    measure("waterfall", tmp_path, "--batches", "1", "--tokens", "4", "--rows", "all off")
+    assert "This device" not in capsys.readouterr().out
 
 
 def test_parallel_rows_share_the_model(tmp_path, monkeypatch):
@@ -226,3 +266,11 @@ def test_kv_speed_says_what_it_needs(capsys):
     with pytest.raises(SystemExit) as ended:
         kv_speed.main(["--only", "no such step"])
     assert ended.value.code == 2 and "kv_speed: error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(fused.CALLS))
+def test_fused_finds_both_versions_of_each_operation(name):
+    """On a GPU it would be a row that failed: names are looked up before anything is measured."""
+    pytest.importorskip("triton", reason="needs the package triton")
+    assert callable(fused.kernel(fused.STAGES[-1], name))
+    assert name == "sample" or callable(getattr(importlib.import_module(f"{fused.STAGES[-1]}.ops"), name))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import speculative, speculative_tables
+from benchmarks import draft_cost, speculative, speculative_tables
 from benchmarks.optim_engine import Engine
 from benchmarks.speculative_draft import first_layers
 from benchmarks.speculative_texts import KINDS, prompts, repeated
@@ -97,3 +97,18 @@ def test_bad_arguments_end_in_one_line(wrong, capsys):
     with pytest.raises(SystemExit) as ended:
         speculative.main(wrong)
     assert ended.value.code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+def test_wrong_drafts_cost_and_bring_nothing(tmp_path):
+    """A step brings one token, whatever is drafted; what it must bring to pay is its time over that without drafts."""
+    small = ["--batches", "1", "2", "--drafts", "1", "3", "--tokens", "8", "--samples", "2", "--device", "cpu"]
+    assert draft_cost.main([*small, "--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "draft-cost.json").read_text())
+    assert [row["batch"] for row in document["rows"]] == [1, 2] and (tmp_path / "draft-cost.png").exists()
+    for row, cells in zip(document["rows"], document["cells"], strict=True):
+        none, *others = row["steps"]
+        assert none["drafted_tokens"] == 0 and none["tokens_to_pay"] == 1.0 and len(cells) == 3
+        for step in others:
+            assert step["accepted_tokens"] == 0 and step["steps"] == none["steps"]
+            assert 4 * row["batch"] * step["drafts"] <= step["drafted_tokens"] <= 7 * row["batch"] * step["drafts"]
+            assert step["tokens_to_pay"] == step["ms_per_step"] / none["ms_per_step"]

@@ -29,6 +29,9 @@ def test_notebook_runs_and_counts_the_same(name):
     assert all(text.strip() for text in stored.values()), "an exact cell says nothing"
     fresh = notebooks.normalise(notebooks.execute(notebooks.read(name)))
     assert notebooks.exact_texts(fresh) == stored
+    assert fresh.metadata.results == notebooks.read(name).metadata.results, (
+        "the files that it reads are not those noted"
+    )
 
 
 def ran(*sources: str) -> nbformat.NotebookNode:
@@ -37,6 +40,12 @@ def ran(*sources: str) -> nbformat.NotebookNode:
     for cell in cells:
         cell.outputs = [new_output("stream", name="stdout", text="42\n")]
     return notebooks.normalise(new_notebook(cells=cells))
+
+
+def executed(*sources: str) -> nbformat.NotebookNode:
+    """As `run` would leave it, with `figures` at hand."""
+    first = "import sys; sys.path.insert(0, '..'); from benchmarks import figures"
+    return notebooks.normalise(notebooks.execute(new_notebook(cells=[*map(new_code_cell, (first, *sources))])))
 
 
 def found(notebook: nbformat.NotebookNode, size: int = SMALL) -> str:
@@ -107,10 +116,28 @@ def test_too_large_is_found():
 
 def test_a_changed_result_file_is_found():
     """A figure that was drawn from other numbers than those in the tree."""
-    notebook = ran('figures.curve(figures.results("cpu/curve.json"))')
+    notebook = executed('print(figures.results("cpu/curve.json")["job"]["model"])')
     assert found(notebook) == "" and list(notebook.metadata.results) == ["cpu/curve.json"]
     notebook.metadata.results["cpu/curve.json"] = "0" * 16
     assert "cpu/curve.json has changed" in found(notebook)
+
+
+def test_result_files_are_seen_however_they_are_named():
+    """Put together, from a list, behind another name, in a file's own path, by a figure that reads more on its own."""
+    notebook = executed(
+        "name = 'curve'; document = figures.results(f'cpu/{name}.json')",
+        "both = [figures.results(f'h200/{name}.json') for name in ('kernels', 'fused')]; stored = figures.results",
+        "document = stored('h200/' + 'interleave.json')",
+        "open('../benchmarks/results/cpu/load.json').close(); open('stage1_naive.ipynb').close()",
+        "figures.plots_optim.draw_peers(figures.results('peers.json'))",
+        "print('_watch' in globals())",
+    )
+    wanted = ["cpu/curve.json", "cpu/load.json", "h200/fused.json", "h200/interleave.json", "h200/kernels.json"]
+    wanted += ["h200/optim-speed-8b.json", "h200/optim-speed.json", "peers.json"]
+    assert list(notebook.metadata.results) == wanted and found(notebook) == ""
+    assert notebook.cells[-1].outputs[0].text == "False\n", "what watches the kernel leaves no name in it"
+    notebook.metadata.results["h200/optim-speed.json"] = "0" * 16
+    assert "h200/optim-speed.json has changed" in found(notebook)
 
 
 def test_a_failing_cell_fails_the_run():

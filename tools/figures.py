@@ -49,8 +49,17 @@ def told(value: float | None, form: str, unit: float = 1) -> str:
     return "-" if value is None else form.format(value * unit)
 
 
-def compare(page: Path, path: str) -> str:
-    """The side-by-side table and its picture."""
+def ladder(page: Path, path: str) -> str:
+    """The side-by-side picture, and the rungs in words."""
+    document = load(path)
+    stages = [row for row in document["rows"] if row["engine"].count("_") == 1 or "_" not in row["engine"]]
+    words = "; ".join(f"{name_of(row['engine']).replace(',', '')} {row['tokens_per_second']:,.0f}" for row in stages)
+    image = picture(page, path.replace(".json", ".png"), "tokens per second, tokens forwarded and KV memory by engine")
+    return f"{image}\nTokens per second: {words}.\n\n{source(document)}"
+
+
+def compare(page: Path, path: str, only: str = "") -> str:
+    """The side-by-side table and its picture; only="table" leaves the picture out."""
     document = load(path)
     header = [
         "engine",
@@ -69,7 +78,7 @@ def compare(page: Path, path: str) -> str:
         forwarded = told(row["tokens_forwarded"], "{:,}")
         rows.append([name_of(row["engine"]), str(row["tokens"]), *speed, forwarded, *memory])
     image = picture(page, path.replace(".json", ".png"), "tokens per second, tokens forwarded and KV memory by engine")
-    return table(header, rows) + "\n" + image + "\n" + source(document)
+    return table(header, rows) + "\n" + (image + "\n" if only != "table" else "") + source(document)
 
 
 NUMBERS = {  # column of a batching table -> heading and number format
@@ -228,6 +237,7 @@ RENDERERS: dict[str, Callable[..., str]] = {
     "interleave": interleave,
     "peers": peers,
     "kernels": kernels,
+    "ladder": ladder,
     "lines": lines,
     "moves": moves,
     "paged": paged,

@@ -4,8 +4,9 @@
     python tools/notebooks.py run stage2_kvcache     # one of them
     python tools/notebooks.py check                  # only say what is wrong (a test runs this)
 
-A run leaves in each code cell a hash of its source, and in the notebook a hash of each result file that it draws from;
-`check` compares. What would differ from machine to machine (times of execution, versions, paths) is not kept.
+A run leaves in each code cell a hash of its source, and in the notebook a hash of each file of benchmarks/results that
+its kernel opened, however the cells came by the name; `check` compares. What would differ from machine to machine
+(times of execution, versions, paths) is not kept.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import hashlib
 import io
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +34,19 @@ SECONDS_PER_CELL = 300
 EXACT = "counters"  # the tag of cells whose text comes out the same on every machine
 PATH = re.compile(r"(?<![\w.~/])/(?:home|tmp|root|work|Users)/[\w.]|\b[A-Z]:\\\w")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-RESULT = re.compile(r"""results\(\s*["']([\w./-]+\.json)["']""")
+WATCH = """
+def _watch(log, folder):
+    import os, sys
+
+    def seen(event, args):
+        if event == "open" and isinstance(args[0], str) and (path := os.path.abspath(args[0])).startswith(folder):
+            log.write(path + "\\n")
+
+    sys.addaudithook(seen)
+
+_watch(open({log!r}, "a", buffering=1), {folder!r})
+del _watch
+"""  # runs in the kernel before the first cell
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -61,21 +75,29 @@ def exact_texts(notebook: NotebookNode) -> dict[str, str]:
 
 
 def execute(notebook: NotebookNode) -> NotebookNode:
-    """Run all cells in a fresh kernel, in the notebooks' folder. Raises CellExecutionError where a cell fails."""
-    client = NotebookClient(
-        notebook,
-        timeout=SECONDS_PER_CELL,
-        kernel_name="python3",
-        record_timing=False,
-        extra_arguments=["--log-level=ERROR"],
-        resources={"metadata": {"path": str(FOLDER)}},
-    )
-    return client.execute()
+    """Run all cells in a fresh kernel, in the notebooks' folder. Raises CellExecutionError where a cell fails.
+
+    The notebook's metadata then name the result files that it read.
+    """
+    with tempfile.NamedTemporaryFile("r") as log:
+        watch = WATCH.format(log=log.name, folder=f"{RESULTS}/")
+        client = NotebookClient(
+            notebook,
+            timeout=SECONDS_PER_CELL,
+            kernel_name="python3",
+            record_timing=False,
+            extra_arguments=["--log-level=ERROR"],
+            resources={"metadata": {"path": str(FOLDER)}},
+            on_notebook_start=lambda notebook: client.kc.execute(watch, silent=True),
+        )
+        done = client.execute()
+        done.metadata.results_read = sorted({str(Path(line).relative_to(RESULTS)) for line in log.read().splitlines()})
+    return done
 
 
 def normalise(notebook: NotebookNode) -> NotebookNode:
     """Keep what a reader sees and `check` needs; drop what differs from run to run."""
-    used = sorted({name for cell in code_cells(notebook) for name in RESULT.findall(cell.source)})
+    used = notebook.metadata.get("results_read", [])
     notebook.metadata = NotebookNode(kernelspec=KERNEL, language_info={"name": "python"})
     notebook.metadata.results = {name: digest((RESULTS / name).read_bytes()) for name in used}
     for cell in notebook.cells:
