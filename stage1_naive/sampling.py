@@ -1,4 +1,4 @@
-"""Sampling: how the next token is chosen from the logits. (A given file: complete from stage 1, it may be skipped.)
+"""Sampling: how the next token is chosen from the logits. (A given file: it may be skipped.)
 
 Each row of a batch has its own parameters, and they are applied in this order, in fp32:
 

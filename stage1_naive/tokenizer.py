@@ -1,4 +1,4 @@
-"""Text to token ids and back. (A given file: complete from stage 1, it may be skipped.)
+"""Text to token ids and back. (A given file: it may be skipped.)
 
 `Tokenizer` wraps the tokenizer that lies beside the weights. `Detokenizer` turns ids into text one at a time, and that
 takes care: a Chinese character or an emoji may be spread over several tokens, and a stop string too. Text is only
