@@ -155,18 +155,19 @@ def run_in_turn(plan: list[tuple[str, dict]], rounds: int, bar: tqdm, module: st
     counts tokens as they are made, or runs, as its unit says.
     """
     results: list[dict | None] = [None] * len(plan)
+    unit = getattr(bar, "unit", None)  # a bar that is off has none
     for turn in range(rounds):
         for i in range(len(plan))[:: 1 if turn % 2 == 0 else -1]:
             engine, job = plan[i]
             bar.set_postfix_str(label(engine))
             try:
-                found = run_worker(engine, {"samples": 1} | job, lambda n: bar.update(n * (bar.unit == "tok")), module)
+                found = run_worker(engine, {"samples": 1} | job, lambda n: bar.update(n * (unit == "tok")), module)
             except RuntimeError as error:
                 if engine not in PEERS:
                     raise
                 found = {"failure": str(error)}
             results[i] = found if results[i] is None else joined(results[i], found)
-            bar.update(bar.unit == "run")
+            bar.update(unit == "run")
     return results
 
 

@@ -1,8 +1,10 @@
 """The benchmarks run, count what they claim to count, and write files that say where the numbers come from."""
 
 import json
+from functools import partial
 
 import pytest
+from tqdm import tqdm
 
 from benchmarks import compare, curve, gap, interleave, moves, paged, prefix
 from benchmarks.common import REFERENCE, VARIANTS, colour, engines, run_worker, stages
@@ -52,8 +54,9 @@ def test_result_says_where_it_comes_from(document):
     assert len(document["results"]["stage2_kvcache"]["samples"]) == 2  # runs of one process
 
 
-def test_curve_writes_positions_and_sums(tmp_path):
-    """The figure's data: one time per position, and a sum that grows."""
+def test_curve_writes_positions_and_sums(tmp_path, monkeypatch):
+    """The figure's data: one time per position, and a sum that grows; with tqdm's bars switched off, too."""
+    monkeypatch.setattr("benchmarks.curve.tqdm", partial(tqdm, disable=True))
     arguments = ["--positions", "8", "24", "--engines", "stage2_kvcache", "--out", str(tmp_path)]
     assert curve.main([*SMALL, *arguments]) == 0
     (row,) = json.loads((tmp_path / "curve.json").read_text())["rows"]
