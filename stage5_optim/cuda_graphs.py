@@ -39,8 +39,8 @@ BYTES_PER_LAUNCH = 16384  # more than was seen on an H200: 0.15 GiB for all 23 g
 
 def graph_sizes(max_num_seqs: int, rows_per_seq: int = 1) -> list[int]:
     """1, 2, 4, 8, then every 8th up to 64 and every 16th above: at most 15 of 16 rows short of full. The last is
-    max_num_seqs itself, so that every decode step has a graph. Drafts are rows too, but there need not be graphs for
-    more than MAX_DRAFT_ROWS: the GPU takes longer for so many than the CPU for the launches."""
+    max_num_seqs itself, so that every decode step has a graph. Drafts are rows too, up to MAX_DRAFT_ROWS in all: each
+    graph costs memory, and so many rows keep a GPU busy. Beyond the last graph nobody drafts (speculative.py)."""
     most = max(max_num_seqs, min(max_num_seqs * rows_per_seq, MAX_DRAFT_ROWS))
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16)]
     return sorted({*(size for size in sizes if size < most), most})

@@ -94,7 +94,8 @@ class LLM:
             self.block_manager = BlockManager(*sizes, config.enable_prefix_caching)
             self.scheduler = Scheduler(self.scheduler_config, self.block_manager)
             num_drafts = self.features.rows_per_seq - 1
-            speculator = make_speculator(proposer, num_drafts, self.block_manager, self.scheduler_config)
+            more = self.scheduler_config, max(runner.graphs.sizes) if runner.graphs else None
+            speculator = make_speculator(proposer, num_drafts, self.block_manager, *more)
         self.metrics.kv_bytes_per_token = runner.kv_cache.bytes_per_token
         how = self.features.async_scheduling, config.trace_blocks, speculator
         self._pipeline = Pipeline(self.scheduler, runner, self.metrics, *how)

@@ -210,18 +210,23 @@ class Speculator:
     """Puts drafts into a step's plan, and takes back what was wrong.
 
     Drafts get what is left over: of the step's budget when everybody has its tokens, of the blocks when all who wait
-    and fit have been admitted. Nobody waits or is preempted for a draft.
+    and fit have been admitted, of the rows of the largest CUDA graph (most_rows; None: there are no graphs). Nobody
+    waits or is preempted for a draft, and no step is launched kernel by kernel because of them.
     """
 
-    def __init__(self, proposer: Proposer, num_tokens: int, block_manager: "BlockManager"):
+    def __init__(self, proposer: Proposer, num_tokens: int, block_manager: "BlockManager", most_rows: int | None):
         self.proposer = proposer
         self.num_tokens = num_tokens
         self.block_manager = block_manager
+        self.most_rows = most_rows
         self._num_counted = 0  # of the draft model's tokens
         self._next_log = time.perf_counter() + LOG_SECONDS
 
     def add_drafts(self, batch: "Batch") -> None:
-        """Drafts for all that decode, the oldest first, as far as budget and blocks go."""
+        """Drafts for all that decode, the oldest first, as far as budget, rows and blocks go."""
+        num_tokens = sum(item.num_tokens for item in batch.scheduled)
+        if self.most_rows is not None and num_tokens <= self.most_rows:  # else there is no graph for it in any case
+            batch.left = min(batch.left, self.most_rows - num_tokens)
         rooms = {item.seq: room for item in batch.scheduled if (room := self._room(item, batch)) > 0}
         drafts = self.proposer.propose(rooms)
         for i, item in enumerate(batch.scheduled):
@@ -270,10 +275,10 @@ class Speculator:
 
 
 def make_speculator(
-    proposer: Proposer, num_tokens: int, block_manager: "BlockManager", config: SchedulerConfig
+    proposer: Proposer, num_tokens: int, block_manager: "BlockManager", config: SchedulerConfig, most_rows: int | None
 ) -> Speculator | None:
-    """The last things that drafting needs, now that the pool is known. None if nobody drafts."""
+    """The last things that drafting needs, now that pool and graphs are known. None if nobody drafts."""
     if num_tokens == 0:
         return None
     proposer.make_cache(block_manager.num_blocks, config)
-    return Speculator(proposer, num_tokens, block_manager)
+    return Speculator(proposer, num_tokens, block_manager, most_rows)

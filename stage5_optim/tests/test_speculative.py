@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .. import LLM, SamplingParams, SpeculativeConfig, speculative
+from .. import LLM, SamplingParams, SpeculativeConfig, cuda_graphs, speculative
 from ..block_manager import BlockManager
 from ..config import POLICIES, PREEMPTION_MODES
 from ..cuda_graphs import graph_memory, graph_sizes
@@ -978,6 +978,26 @@ def test_graphs_replay_steps_with_drafts(engine, solo):
     assert llm.model_runner.graphs.sizes[-1] == 16
     assert m.graph_replays == m.steps == 5 and m.accepted_tokens == m.drafted_tokens == 4 * (15 - 4)
     assert [record.padding_tokens for record in m.trace] == [2, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize(("most", "steps"), [(12, 8), (512, 5)])
+def test_drafts_end_where_graphs_do(engine, solo, monkeypatch, most, steps):
+    """With 576 rows for graphs of 512 a step took four times as long as one with 320. Here 4 + 8 rows fit, of 16."""
+    monkeypatch.setattr(cuda_graphs, "MAX_DRAFT_ROWS", most)
+    llm = engine(SpeculativeConfig(method="ngram", num_tokens=3), enforce_eager=False, max_num_seqs=4)
+    params = dict(max_tokens=16, temperature=1.0, seed=2, ignore_eos=True)
+    tokens = {length: solo.tokens(some_prompt(length), **params) for length in (2, 3, 4, 5)}
+    plant(llm, lambda seq: tokens[seq.num_prompt_tokens])
+    outputs = llm.generate([some_prompt(n) for n in tokens], SamplingParams(**params), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == list(tokens.values())
+    m = llm.metrics
+    assert m.graph_replays == m.steps - (most < 14) and m.steps == steps  # the prompts have 14 tokens
+    assert (
+        m.accepted_tokens
+        == m.drafted_tokens
+        == 4 * 15 - sum(m.trace[i].decode_tokens - m.trace[i].drafted_tokens for i in range(steps))
+    )
+    assert all(sum(record.tokens.values()) <= most for record in m.trace[1:])
 
 
 def test_logprobs_are_those_of_the_tokens(engine, solo):
