@@ -14,6 +14,7 @@ What a token costs: 2 * num_layers * num_kv_heads * head_dim * bytes of a number
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import psutil
 import torch
@@ -51,6 +52,11 @@ class SlotAllocator:
         assert slot in self._taken, f"slot {slot} is given back twice"
         del self._taken[slot]
         self._free.append(slot)
+
+    def recount(self, taken: Iterable[int]) -> None:
+        """These are taken, and all others are free, whatever was under way when an error came."""
+        self._taken = dict.fromkeys(taken)
+        self._free = deque(slot for slot in range(self.num_slots) if slot not in self._taken)
 
 
 class KVCache:

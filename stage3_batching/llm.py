@@ -196,16 +196,20 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
         self._check_open()
-        start = time.perf_counter()
-        batch = self.scheduler.schedule()
-        scheduled = time.perf_counter()
+        batch: list[Scheduled] = []
         try:
+            start = time.perf_counter()
+            batch = self.scheduler.schedule()
+            scheduled = time.perf_counter()
             if batch:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
-        except BaseException:  # Ctrl-C too: what the step held must not stay behind, half done
-            self._abort_all([item.seq for item in batch])
+            self._undelivered += self._retire()
+        except BaseException:  # Ctrl-C too, between any two lines: what the step held must not stay behind, half done
+            self.scheduler.recount()
+            lost = [seq for seq in self._requests.values() if not self.scheduler.holds(seq)]
+            self._abort_all([*lost, *(item.seq for item in batch)])
             raise
-        outputs, self._undelivered = self._undelivered + self._retire(), []
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def _postprocess(self, batch: list[Scheduled], result: StepResult, start: float, scheduled: float) -> None:

@@ -118,9 +118,9 @@ class Scheduler:
             seq = self.waiting[0]
             if not batch.add(seq, self.config.enable_chunked_prefill):
                 return
-            self.waiting.popleft()
             seq.start(self.slots.take())
             self.running[seq.request_id] = seq
+            self.waiting.popleft()
             num_prefills += 1
 
     def retire(self) -> list[Sequence]:
@@ -150,6 +150,15 @@ class Scheduler:
         self.slots.give_back(seq.slot)
         if not self.running:
             self._batch_is_closed = False
+
+    def recount(self) -> None:
+        """After an error, which may come between any two lines: who runs waits no more, and nobody else has a slot."""
+        self.waiting = deque(seq for seq in self.waiting if seq.request_id not in self.running)
+        self.slots.recount(seq.slot for seq in self.running.values())
+        self._batch_is_closed = self._batch_is_closed and bool(self.running)
+
+    def holds(self, seq: Sequence) -> bool:
+        return self.running.get(seq.request_id) is seq or seq in self.waiting
 
     @property
     def has_unfinished(self) -> bool:
