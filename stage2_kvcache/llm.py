@@ -11,6 +11,7 @@ Stage 2 serves one request after the other. Its KV cache is reserved once, for o
 import gc
 import logging
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,6 +56,7 @@ class LLM:
         self.model_runner = self._build_runner(files)
         self._seeds = random.Random(self.config.seed)  # for requests that bring none; None: from the system
         self._next_id = 0
+        self._lock = threading.RLock()  # one thread at a time: a web server calls from many
         self._announce()
 
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
@@ -148,10 +150,11 @@ class LLM:
 
     def step(self, seq: Sequence) -> None:
         """Schedule, run, postprocess: one more token for the one sequence that is being served."""
-        if seq.status is SequenceStatus.WAITING:
-            seq.start()
-        token_id = self.model_runner.run(seq)
-        seq.append_token(token_id)
+        with self._lock:
+            if seq.status is SequenceStatus.WAITING:
+                seq.start()
+            token_id = self.model_runner.run(seq)
+            seq.append_token(token_id)
 
     def _check_open(self) -> None:
         if self.model_runner is None:

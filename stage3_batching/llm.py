@@ -12,8 +12,10 @@ Stage 3 serves many requests at once; they may come and go between any two steps
 import gc
 import logging
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -63,6 +65,8 @@ class LLM:
         self._requests: dict[str, Sequence] = {}  # that have not left the engine
         self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
         self._undelivered: list[RequestOutput] = []  # for `step`, made while generate or stream drove the engine
+        self._is_driving, self._to_abort = False, []  # while a step is worked on, aborts wait
+        self._lock = threading.RLock()  # one thread at a time: a web server calls from many
         self._announce()
 
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
@@ -115,9 +119,11 @@ class LLM:
 
         Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
         """
-        seqs = self._make_sequences(prompts, sampling_params)
+        seqs: list = []
         try:
-            self._enqueue(seqs)
+            with self._lock:
+                seqs = self._make_sequences(prompts, sampling_params)
+                self._enqueue(seqs)
             with Progress(len(seqs), self.metrics, use_tqdm) as bar:
                 while bar.count < len(seqs):
                     self._step_for_others()
@@ -135,11 +141,12 @@ class LLM:
         the same time: whichever is asked for its next piece drives the engine for all. Bad input raises ValueError
         here, not at the first piece. Closing the iterator ends the request.
         """
-        seqs = self._make_sequences(prompt, sampling_params)
-        if not seqs:
-            raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
-        pieces = self._pieces(seqs)
-        next(pieces)  # up to the first yield: closing a generator that never began would not run its `finally`
+        with self._lock:
+            seqs = self._make_sequences(prompt, sampling_params)
+            if not seqs:
+                raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
+            pieces = self._pieces(seqs)
+            next(pieces)  # up to the first yield: closing a generator that never began would not run its `finally`
         return pieces
 
     def _pieces(self, seqs: list[Sequence]) -> Iterator:
@@ -175,19 +182,25 @@ class LLM:
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
-        check_request_id(request_id, self._requests)
-        (seq,) = self._make_sequences([prompt], sampling_params)
-        seq.request_id = seq.request_id if request_id is None else request_id
-        self._enqueue([seq])
-        self._for_step[seq.request_id] = None
-        return seq.request_id
+        as_prompts(prompt)  # a bare number is no prompt
+        with self._lock:
+            check_request_id(request_id, self._ids_in_use())
+            (seq,) = self._make_sequences([prompt], sampling_params)
+            seq.request_id = seq.request_id if request_id is None else request_id
+            self._enqueue([seq])
+            self._for_step[seq.request_id] = None
+            return seq.request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
-        self._requests.pop(request_id, None)
-        self._for_step.pop(request_id, None)
-        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
-        self.scheduler.abort(request_id)
+        with self._lock:
+            self._for_step.pop(request_id, None)  # first of all: the step that is under way may end it
+            self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+            if self._is_driving:  # a stream that is garbage is closed in the middle of whatever runs
+                self._to_abort.append(request_id)
+                return
+            self._requests.pop(request_id, None)
+            self.scheduler.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has something to do or to return."""
@@ -195,9 +208,17 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
-        self._check_open()
+        with self._lock:
+            self._check_open()
+            self._drive()
+            outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _drive(self) -> None:
+        """One step. Outputs that come of it are kept for `step`."""
         batch: list[Scheduled] = []
         try:
+            self._is_driving = True
             start = time.perf_counter()
             batch = self.scheduler.schedule()
             scheduled = time.perf_counter()
@@ -205,12 +226,15 @@ class LLM:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
             self._undelivered += self._retire()
         except BaseException:  # Ctrl-C too, between any two lines: what the step held must not stay behind, half done
+            self._is_driving = False
             self.scheduler.recount()
             lost = [seq for seq in self._requests.values() if not self.scheduler.holds(seq)]
             self._abort_all([*lost, *(item.seq for item in batch)])
             raise
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
+        finally:
+            self._is_driving = False
+            while self._to_abort:
+                self.abort_request(self._to_abort.pop())
 
     def _postprocess(self, batch: list[Scheduled], result: StepResult, start: float, scheduled: float) -> None:
         """Take over what the step computed, and count it."""
@@ -234,15 +258,24 @@ class LLM:
         return [seq.to_output() for seq in finished if self._for_step.pop(seq.request_id, seq) is None]
 
     def _enqueue(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            self._requests[seq.request_id] = seq
-            self.scheduler.add(seq)
+        try:
+            for seq in seqs:
+                self._requests[seq.request_id] = seq
+                self.scheduler.add(seq)
+        except BaseException:  # Ctrl-C between the two
+            self._abort_all(seqs)
+            raise
 
     def _serves(self, seq: Sequence) -> bool:
         return self._requests.get(seq.request_id) is seq
 
     def _step_for_others(self) -> None:
-        self._undelivered = self.step()  # kept for whoever calls `step` next
+        with self._lock:
+            self._undelivered = self.step()  # kept for whoever calls `step` next
+
+    def _ids_in_use(self) -> Mapping[str, object]:
+        """Of all requests and outputs that have not left the engine."""
+        return ChainMap(self._requests, {output.request_id: output for output in self._undelivered})
 
     def _abort_all(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -285,13 +318,15 @@ class LLM:
         )
 
     def _new_id(self) -> str:
-        self._next_id = next(n for n in count(self._next_id) if str(n) not in self._requests) + 1
+        in_use = self._ids_in_use()
+        self._next_id = next(n for n in count(self._next_id) if str(n) not in in_use) + 1
         return str(self._next_id - 1)
 
     def close(self) -> None:
         """End all requests and give the memory back. A second call does nothing; a later request is a ValueError."""
-        self._abort_all(list(self._requests.values()))
-        self.model_runner, self._undelivered = None, []
+        with self._lock:
+            self._abort_all(list(self._requests.values()))
+            self.model_runner, self._undelivered = None, []
         if self.resolved.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

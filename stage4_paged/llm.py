@@ -12,8 +12,10 @@ newest request steps back and goes on later.
 
 import gc
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -32,6 +34,7 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
+from .inputs import as_prompts
 from .intake import Intake
 from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
 from .metrics import Metrics
@@ -64,6 +67,8 @@ class LLM:
         self._requests: dict[str, SequenceGroup] = {}  # that have not left the engine
         self._for_step: dict[str, None] = {}  # of these, whose output `step` returns; the others have a reader
         self._undelivered: list[RequestOutput] = []  # for `step`, made while generate or stream drove the engine
+        self._is_driving, self._to_abort = False, []  # while a step is worked on, aborts wait
+        self._lock = threading.RLock()  # one thread at a time: a web server calls from many
         self._announce()
 
     def _resolve(self, device: torch.device, model_config: ModelConfig) -> Resolved:
@@ -136,9 +141,11 @@ class LLM:
 
         Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
         """
-        groups = self._make_groups(prompts, sampling_params)
+        groups: list = []
         try:
-            self._enqueue(groups)
+            with self._lock:
+                groups = self._make_groups(prompts, sampling_params)
+                self._enqueue(groups)
             with Progress(len(groups), self.metrics, use_tqdm) as bar:
                 while bar.count < len(groups):
                     self._step_for_others()
@@ -156,11 +163,12 @@ class LLM:
         prompt, then those of the second. Several streams may be open at the same time: whichever is asked for its next
         piece drives the engine for all. Bad input raises ValueError here. Closing the iterator ends the request.
         """
-        groups = self._make_groups(prompt, sampling_params)
-        if not groups:
-            raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
-        pieces = self._pieces(groups)
-        next(pieces)  # up to the first yield: closing a generator that never began would not run its `finally`
+        with self._lock:
+            groups = self._make_groups(prompt, sampling_params)
+            if not groups:
+                raise ValueError(f"prompt={prompt!r}: stream takes at least one prompt")
+            pieces = self._pieces(groups)
+            next(pieces)  # up to the first yield: closing a generator that never began would not run its `finally`
         return pieces
 
     def _pieces(self, groups: list[SequenceGroup]) -> Iterator:
@@ -197,18 +205,24 @@ class LLM:
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue one request and return its id. Raises ValueError, with nothing queued, if it can never be served."""
-        check_request_id(request_id, self._requests)
-        (group,) = self._make_groups([prompt], sampling_params, request_id)
-        self._enqueue([group])
-        self._for_step[group.request_id] = None
-        return group.request_id
+        as_prompts(prompt)  # a bare number is no prompt
+        with self._lock:
+            check_request_id(request_id, self._ids_in_use())
+            (group,) = self._make_groups([prompt], sampling_params, request_id)
+            self._enqueue([group])
+            self._for_step[group.request_id] = None
+            return group.request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
-        self._requests.pop(request_id, None)
-        self._for_step.pop(request_id, None)
-        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
-        self.scheduler.abort(request_id)
+        with self._lock:
+            self._for_step.pop(request_id, None)  # first of all: the step that is under way may end it
+            self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+            if self._is_driving:  # a stream that is garbage is closed in the middle of whatever runs
+                self._to_abort.append(request_id)
+                return
+            self._requests.pop(request_id, None)
+            self.scheduler.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has something to do or to return."""
@@ -216,21 +230,32 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, run, postprocess: one iteration. Returns the outputs of added requests that finished."""
-        self._check_open()
-        start = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            self._drive()
+            outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _drive(self) -> None:
+        """One step. Outputs that come of it are kept for `step`."""
         try:
+            self._is_driving = True
+            start = time.perf_counter()
             batch = self.scheduler.schedule()
             scheduled = time.perf_counter()
             assert batch.scheduled or not batch.moves, "blocks are moved, but nobody runs"
             if batch.scheduled:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
-            outputs = self._retire()
+            self._undelivered += self._retire()
         except BaseException:  # Ctrl-C too: what the step held must not stay behind, half done
+            self._is_driving = False
             self.block_manager.recount()
             self._abort_all(list(self.scheduler.batch.touched.values()))
             raise
-        outputs, self._undelivered = self._undelivered + outputs, []
-        return outputs
+        finally:
+            self._is_driving = False
+            while self._to_abort:
+                self.abort_request(self._to_abort.pop())
 
     def _postprocess(self, batch: Batch, result: StepResult, start: float, scheduled: float) -> None:
         """Take over what the step computed, and count it."""
@@ -256,15 +281,24 @@ class LLM:
         return [group.to_output() for group in finished if self._for_step.pop(group.request_id, group) is None]
 
     def _enqueue(self, groups: list[SequenceGroup]) -> None:
-        for group in groups:
-            self._requests[group.request_id] = group
-            self.scheduler.add(group)
+        try:
+            for group in groups:
+                self._requests[group.request_id] = group
+                self.scheduler.add(group)
+        except BaseException:  # Ctrl-C between the two
+            self._abort_all(groups)
+            raise
 
     def _serves(self, group: SequenceGroup) -> bool:
         return self._requests.get(group.request_id) is group
 
     def _step_for_others(self) -> None:
-        self._undelivered = self.step()  # kept for whoever calls `step` next
+        with self._lock:
+            self._undelivered = self.step()  # kept for whoever calls `step` next
+
+    def _ids_in_use(self) -> Mapping[str, object]:
+        """Of all requests and outputs that have not left the engine."""
+        return ChainMap(self._requests, {output.request_id: output for output in self._undelivered})
 
     def _abort_all(self, groups: list[SequenceGroup]) -> None:
         for group in groups:
@@ -277,12 +311,13 @@ class LLM:
 
     def _make_groups(self, prompts: object, params: object, request_id: str | None = None) -> list[SequenceGroup]:
         self._check_open()
-        return self._intake.make_groups(prompts, params, self.tokenizer, request_id, in_use=self._requests)
+        return self._intake.make_groups(prompts, params, self.tokenizer, request_id, in_use=self._ids_in_use())
 
     def close(self) -> None:
         """End all requests and give the memory back. A second call does nothing; a later request is a ValueError."""
-        self._abort_all(list(self._requests.values()))
-        self.model_runner, self._undelivered = None, []
+        with self._lock:
+            self._abort_all(list(self._requests.values()))
+            self.model_runner, self._undelivered = None, []
         if self.resolved.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Errors and Ctrl-C anywhere in a step: whoever the step held is ended, every slot is free again or owned by those who
 go on, and these get the right tokens."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,3 +159,31 @@ def test_ctrl_c_between_any_two_lines(llm, expected):
             raise AssertionError(f"Ctrl-C before {where[0]}, and then {error!r}") from error
         at = at + stride if where else 0
     assert served == set(REQUESTS)
+
+
+@pytest.mark.parametrize("place", ["schedule", "run", "retire"])
+def test_a_stream_that_dies_in_the_middle_of_a_step(place, monkeypatch):
+    """The garbage collector closes a stream whenever it likes, also while a step is made. The stream's request was
+    taken out there and then, from under those who counted on it."""
+    greedy = dict(temperature=0.0, ignore_eos=True)
+    with new_engine(max_model_len=64) as llm:
+        expected = llm.generate([[7, 8]], SamplingParams(max_tokens=12, **greedy), use_tqdm=False)[0].outputs[0]
+        owner = llm.model_runner if place == "run" else llm.scheduler
+        llm.add_request([7, 8], SamplingParams(max_tokens=12, **greedy), request_id="a")
+        streams, original = [llm.stream([9], SamplingParams(max_tokens=30, **greedy))], getattr(owner, place)
+        next(streams[0])
+
+        def closes(*given):
+            result = original(*given)
+            if streams:
+                streams.pop()  # the last reference: the generator is closed here
+                gc.collect()
+            return result
+
+        monkeypatch.setattr(owner, place, closes)
+        outputs = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+            check_slots(llm.scheduler)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected.token_ids]
+        assert not streams and llm.scheduler.slots.num_taken == 0

@@ -5,6 +5,7 @@ import pytest
 from .. import LLM, SamplingParams
 from ..config import POLICIES
 from ..sequence import Sequence
+from .script import new_engine
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +280,28 @@ def test_close_leaves_nothing_to_step_for():
     llm.generate([[2]], greedy(4), use_tqdm=False)
     llm.close()
     assert not llm.has_unfinished_requests()
+
+
+def test_no_two_outputs_have_one_id():
+    """An output that `step` has not returned yet keeps its id, against a user's choice and against automatic ones."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with new_engine(max_model_len=64) as llm:
+        taken = str(int(llm.add_request([1], params)) + 2)
+        llm.add_request([2], params, request_id=taken)
+        llm.generate([[3]] * 2, params, use_tqdm=False)  # ends both, and returns neither; takes the id between
+        with pytest.raises(ValueError, match="in use"):
+            llm.add_request([4], params, request_id=taken)
+        llm.add_request([5], params)
+        ids = []
+        while llm.has_unfinished_requests():
+            ids += [output.request_id for output in llm.step()]
+        assert len(ids) == len(set(ids)) == 3 and llm.add_request([4], params, request_id=taken) == taken
+
+
+@pytest.mark.parametrize("prompt", [5, None, 2.5])
+def test_a_number_is_no_prompt(prompt):
+    """It was taken for a list of one token id here, and refused by `generate`."""
+    with new_engine(max_model_len=64) as llm:
+        with pytest.raises(ValueError, match="prompt"):
+            llm.add_request(prompt)
+        assert not llm.has_unfinished_requests()
