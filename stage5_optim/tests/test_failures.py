@@ -161,15 +161,19 @@ def test_an_error_when_a_static_batch_returns(after, monkeypatch):
 PACKAGE = Path(__file__).parents[1]
 
 
-def interrupt_at_line(number: int) -> tuple[Callable[[LLM], list], list[str]]:
-    """`step`, but before the number-th line that it runs inside of the engine, over all calls, it gets a Ctrl-C."""
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt_at_line(number: int, interrupt: Callable = ctrl_c) -> tuple[Callable[[LLM], list], list[str]]:
+    """`step`, but before the number-th line that it runs inside of the engine, over all calls, it is interrupted."""
     left, where = [number], []
 
     def on_line(frame: FrameType, event: str, _: object) -> Callable:
         left[0] -= event == "line"
         if left[0] == 0 and not where:
             where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-            raise KeyboardInterrupt
+            interrupt()
         return on_line
 
     def on_call(frame: FrameType, event: str, _: object) -> Callable | None:
@@ -198,3 +202,18 @@ def test_ctrl_c_between_any_two_lines(llm, expected):
             raise AssertionError(f"Ctrl-C before {where[0]}, and then {error!r}") from error
         at = at + stride if where else 0
     assert served == set(REQUESTS)
+
+
+def test_a_stream_that_dies_in_the_middle_of_a_step(llm, expected):
+    """The garbage collector closes a stream whenever it likes, also while a step is made. Its request was taken out
+    there and then, from under those who counted on it."""
+    stride, at = 211, 1
+    while at:
+        streams = [llm.stream([9, 8], SamplingParams(max_tokens=9, ignore_eos=True))]
+        next(streams[0])
+        step, where = interrupt_at_line(at, streams.clear)  # the last reference: the generator is closed there
+        try:
+            assert serve(llm, expected, step=step)[0] == set(REQUESTS)
+        except Exception as error:
+            raise AssertionError(f"closed before {where}, and then {error!r}") from error
+        at = at + stride if where else 0
