@@ -73,7 +73,7 @@ def series(llm, trace: list) -> dict[str, list]:
         "kv_tokens_reserved": [record.kv_tokens_reserved for record in trace],
         "kv_tokens_used": [record.kv_tokens_used for record in trace],
         "running": [len(record.tokens) for record in trace],
-        "waiting": [len(record.waiting) for record in trace],
+        "waiting": [record.num_waiting for record in trace],
         "preempted": [len(getattr(record, "preempted", [])) for record in trace],
     }
 

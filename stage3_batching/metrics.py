@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+MOST_NAMED = 256  # ids of all that wait, in every step: with 16,000 in the queue that was a gigabyte
+
 
 @dataclass
 class StepRecord:
@@ -24,7 +26,8 @@ class StepRecord:
     kv_tokens_used: int = 0  # of those, written after this step
     decode_tokens: int = 0  # of `tokens`, those whose sequence lacked exactly one
     idle_slots: int = 0  # of max_num_seqs, those that computed nothing
-    waiting: list[str] = field(default_factory=list)  # request_ids in the queue during the step, first come first
+    num_waiting: int = 0  # requests in the queue during the step
+    waiting: list[str] = field(default_factory=list)  # the ids of the first MOST_NAMED of them
     finished: list[str] = field(default_factory=list)  # request_ids whose outputs were returned after it
 
 

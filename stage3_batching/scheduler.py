@@ -20,10 +20,11 @@ are ordered; nothing is decided by the order of a set. Source: Orca, section 4.1
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from .config import SchedulerConfig
 from .kv_cache import SlotAllocator
-from .metrics import StepRecord
+from .metrics import MOST_NAMED, StepRecord
 from .sequence import Sequence
 
 
@@ -197,5 +198,6 @@ def step_record(
         kv_tokens_used=sum(seq.num_computed_tokens for seq in scheduler.running.values()),
         decode_tokens=sum(item.is_decode for item in batch),
         idle_slots=scheduler.config.max_num_seqs - len(batch),
-        waiting=[seq.request_id for seq in scheduler.waiting],
+        num_waiting=len(scheduler.waiting),
+        waiting=[seq.request_id for seq in islice(scheduler.waiting, MOST_NAMED)],
     )

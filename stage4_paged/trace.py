@@ -1,11 +1,11 @@
 """Trace: what is kept of a step that has been computed. Reads the scheduler and the block manager, changes nothing."""
 
 from collections import Counter
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from .batch import Batch
 from .block_manager import BlockManager
-from .metrics import StepRecord
+from .metrics import MOST_NAMED, StepRecord
 from .scheduler import Scheduler
 from .sequence import SequenceGroup, SequenceStatus
 
@@ -15,7 +15,7 @@ def step_record(
 ) -> StepRecord:
     """What the trace keeps of a step that has just been computed: who ran, who waits, what the cache holds."""
     manager, scheduled = scheduler.block_manager, batch.scheduled
-    swapped = swapped_ids(scheduler)
+    swapped, queue = swapped_ids(scheduler), (group.request_id for group in scheduler.waiting)
     running = [seq for group in scheduler.running.values() for seq in group.seqs] if trace_blocks else []
     holders = [seq for seq in running if manager.holds(seq.seq_id)]
     tokens = Counter()
@@ -31,7 +31,8 @@ def step_record(
         kv_tokens_used=sum(tokens_stored(group, manager) for group in scheduler.running.values()),
         decode_tokens=sum(item.is_decode for item in scheduled),
         idle_slots=scheduler.config.max_num_seqs - len(scheduled),
-        waiting=[group.request_id for group in scheduler.waiting if group.request_id not in swapped],
+        num_waiting=len(scheduler.waiting) - len(swapped),
+        waiting=list(islice((name for name in queue if name not in swapped), MOST_NAMED)),
         swapped=list(swapped),
         preempted=batch.preempted,
         recomputed_tokens=batch.num_recomputed,

@@ -185,7 +185,15 @@ def test_json(tmp_path):
     trace = content.pop("trace")
     assert content == llm.metrics.counters()
     assert [record["tokens"] for record in trace] == [record.tokens for record in llm.metrics.trace]
-    added = {"kv_tokens_reserved", "kv_tokens_used", "decode_tokens", "idle_slots", "waiting", "finished"}
+    added = {
+        "kv_tokens_reserved",
+        "kv_tokens_used",
+        "decode_tokens",
+        "idle_slots",
+        "num_waiting",
+        "waiting",
+        "finished",
+    }
     assert set(trace[0]) == {"step", "time", "tokens", "attention_pairs", "seconds"} | added
 
 

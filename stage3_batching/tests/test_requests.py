@@ -305,3 +305,12 @@ def test_a_number_is_no_prompt(prompt):
         with pytest.raises(ValueError, match="prompt"):
             llm.add_request(prompt)
         assert not llm.has_unfinished_requests()
+
+
+def test_the_trace_does_not_grow_with_the_queue():
+    """Every step kept the ids of all that waited: with 16,000 prompts in one call a gigabyte."""
+    with new_engine(max_model_len=32, max_num_seqs=4) as llm:
+        llm.generate([[1]] * 300, SamplingParams(max_tokens=1), use_tqdm=False)
+        first = llm.metrics.trace[0]
+        assert first.num_waiting == 296 and len(first.waiting) == 256
+        assert llm.metrics.trace[-1].num_waiting == 0 == len(llm.metrics.trace[-1].waiting)
