@@ -130,7 +130,8 @@ def _built_once(name: str, build: Callable[[Path], None]) -> Path:
         return folder
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{name}.making-"))
     try:
-        build(scratch)
+        with torch.device("cpu"):  # whatever the caller's default device is: the folder stays for all that come after
+            build(scratch)
         scratch.rename(folder)
     except OSError:
         if not folder.is_dir():  # unless another process was faster
@@ -253,12 +254,13 @@ def _make_tiny(folder: Path) -> None:
     from .checkpoint import empty_model
     from .config import ModelConfig
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
+    kind = dict(generator=generator, dtype=torch.float32, device="cpu")  # not the caller's defaults
     state = {}
     for name, parameter in empty_model(ModelConfig.from_hf(TINY_CONFIG)).named_parameters():
         # Wide enough that attention is not flat and the argmax moves with the context.
         scale = 0.2 if "norm" in name else 2.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5
-        state[name] = torch.randn(parameter.shape, generator=generator) * scale + float("norm" in name)
+        state[name] = torch.randn(parameter.shape, **kind) * scale + float("norm" in name)
     letters = list(range(ord("a"), ord("z") + 1)) + [ord(" ")] * 1
     state["lm_head.weight"][letters] *= 1.5  # so that it babbles in letters more often than in broken bytes
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

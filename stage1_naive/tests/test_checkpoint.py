@@ -318,6 +318,19 @@ def test_tiny_is_the_same_model_everywhere(tmp_path, monkeypatch):
     assert len(set(greedy(load("tiny"), IDS, 16))) >= 6
 
 
+def test_tiny_does_not_depend_on_the_defaults_of_torch(tmp_path, monkeypatch):
+    """Made under the user's float64 or on another device, other weights lay in the cache from then on, for everyone."""
+    expected = (zoo.tiny_folder() / "model.safetensors").read_bytes()
+    monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(tmp_path))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            folder = zoo.tiny_folder()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (folder / "model.safetensors").read_bytes() == expected
+
+
 def test_the_cache_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(tmp_path))
     folder = zoo.tiny_folder()
