@@ -117,10 +117,19 @@ def _download(model: str, hub_id: str) -> Path:
 
 
 def cache_folder() -> Path:
-    chosen = os.environ.get("INFERENCE_STAGES_CACHE")
-    folder = Path(chosen) if chosen else Path("~/.cache/inference-stages").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    """Where converted and made models lie. Raises ValueError for a folder that cannot be made."""
+    chosen = os.environ.get("INFERENCE_STAGES_CACHE") or "~/.cache/inference-stages"
+    try:
+        folder = Path(chosen).expanduser()  # Docker and .env files hand "~" on as it is
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no such home
+        raise _bad_cache(chosen, "made", error) from error
     return folder
+
+
+def _bad_cache(folder: str | Path, what: str, error: Exception) -> ValueError:
+    name = "INFERENCE_STAGES_CACHE"
+    return ValueError(f"the cache folder {folder} cannot be {what} ({error}); set {name} to one that can")
 
 
 def _built_once(name: str, build: Callable[[Path], None]) -> Path:
@@ -128,7 +137,10 @@ def _built_once(name: str, build: Callable[[Path], None]) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{name}.making-"))
+    try:
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{name}.making-"))
+    except OSError as error:
+        raise _bad_cache(folder.parent, "written", error) from error
     try:
         with torch.device("cpu"):  # whatever the caller's default device is: the folder stays for all that come after
             build(scratch)

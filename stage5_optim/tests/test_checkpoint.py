@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +337,37 @@ def test_the_cache_is_used(tmp_path, monkeypatch):
     folder = zoo.tiny_folder()
     monkeypatch.setattr(zoo, "_make_tiny", None)  # to build again would fail
     assert zoo.tiny_folder() == folder
+
+
+def test_cache_in_the_home_folder(tmp_path, monkeypatch):
+    """Only a shell expands "~": from Docker or a notebook a folder of that name appeared where the program ran."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))  # Windows
+    monkeypatch.setenv("INFERENCE_STAGES_CACHE", "~/x")
+    assert zoo.cache_folder() == tmp_path / "home" / "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    """Twenty lines from the depths of pathlib did not say which setting was wrong."""
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "below", "~no-such-user-here/x"):
+        monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(bad))
+        with pytest.raises(ValueError, match=f"{re.escape(str(bad))} cannot be made.*INFERENCE_STAGES_CACHE"):
+            LLM("tiny")
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """A read-only home is common on clusters."""
+
+    def mkdtemp(**options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(tmp_path))
+    monkeypatch.setattr(zoo.tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))} cannot be written.*INFERENCE_STAGES_CACHE"):
+        LLM("tiny")
 
 
 def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
