@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .inputs import read_config
+
 if TYPE_CHECKING:
     import gguf  # at run time only where a GGUF file is read: all else works without the package
 
@@ -69,13 +71,13 @@ def locate(model: str, load_format: str = "auto") -> ModelFiles:
     if short in shapes and load_format == "dummy":
         return ModelFiles(shapes[short][1], {}, tiny_folder(), None)
     folder = _folder_of(model, shapes[short][0] if short in shapes else model)
-    config, generation = _read_json(folder / "config.json"), folder / "generation_config.json"
+    config, generation = read_config(folder / "config.json"), folder / "generation_config.json"
     weights = None if load_format == "dummy" else folder
     tokenizer = folder if any(folder.glob("tokenizer*")) else None
     if tokenizer is None and load_format == "auto":
         raise ValueError(f"{folder} has no tokenizer files (tokenizer.json or tokenizer.model)")
     return ModelFiles(
-        config, _read_json(generation) if generation.exists() else {}, tokenizer or tiny_folder(), weights
+        config, read_config(generation) if generation.exists() else {}, tokenizer or tiny_folder(), weights
     )
 
 
@@ -90,12 +92,6 @@ def _folder_of(model: str, hub_id: str) -> Path:
     if path.is_dir():
         return path
     return _download(model, hub_id)
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; expected a Hugging Face model folder")
-    return json.loads(path.read_text())
 
 
 def _download(model: str, hub_id: str) -> Path:
@@ -128,8 +124,7 @@ def cache_folder() -> Path:
 
 
 def _bad_cache(folder: str | Path, what: str, error: Exception) -> ValueError:
-    name = "INFERENCE_STAGES_CACHE"
-    return ValueError(f"the cache folder {folder} cannot be {what} ({error}); set {name} to one that can")
+    return ValueError(f"the cache folder {folder} cannot be {what} ({error}); let INFERENCE_STAGES_CACHE name another")
 
 
 def _built_once(name: str, build: Callable[[Path], None]) -> Path:
