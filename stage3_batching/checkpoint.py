@@ -5,7 +5,6 @@ never holds a second copy of the model. Names must match exactly: a tensor that 
 shape is an error with its name, because a model with one wrong matrix still writes fluent nonsense.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from .attention import attend_torch
 from .config import ModelConfig
+from .inputs import read_json
 from .model import CausalLM, Linear
 
 
@@ -70,7 +70,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The *.safetensors files of a folder, as its index names them. Raises ValueError where there is none."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index}: weight_map={weight_map!r:.80}: expected an object, tensor name to file name")
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
     else:
         single = folder / "model.safetensors"
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))

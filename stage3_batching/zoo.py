@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .inputs import read_config
+
 if TYPE_CHECKING:
     import gguf  # at run time only where a GGUF file is read: all else works without the package
 
@@ -69,13 +71,13 @@ def locate(model: str, load_format: str = "auto") -> ModelFiles:
     if short in shapes and load_format == "dummy":
         return ModelFiles(shapes[short][1], {}, tiny_folder(), None)
     folder = _folder_of(model, shapes[short][0] if short in shapes else model)
-    config, generation = _read_json(folder / "config.json"), folder / "generation_config.json"
+    config, generation = read_config(folder / "config.json"), folder / "generation_config.json"
     weights = None if load_format == "dummy" else folder
     tokenizer = folder if any(folder.glob("tokenizer*")) else None
     if tokenizer is None and load_format == "auto":
         raise ValueError(f"{folder} has no tokenizer files (tokenizer.json or tokenizer.model)")
     return ModelFiles(
-        config, _read_json(generation) if generation.exists() else {}, tokenizer or tiny_folder(), weights
+        config, read_config(generation) if generation.exists() else {}, tokenizer or tiny_folder(), weights
     )
 
 
@@ -90,12 +92,6 @@ def _folder_of(model: str, hub_id: str) -> Path:
     if path.is_dir():
         return path
     return _download(model, hub_id)
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; expected a Hugging Face model folder")
-    return json.loads(path.read_text())
 
 
 def _download(model: str, hub_id: str) -> Path:
@@ -117,10 +113,18 @@ def _download(model: str, hub_id: str) -> Path:
 
 
 def cache_folder() -> Path:
-    chosen = os.environ.get("INFERENCE_STAGES_CACHE")
-    folder = Path(chosen) if chosen else Path("~/.cache/inference-stages").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    """Where converted and made models lie. Raises ValueError for a folder that cannot be made."""
+    chosen = os.environ.get("INFERENCE_STAGES_CACHE") or "~/.cache/inference-stages"
+    try:
+        folder = Path(chosen).expanduser()  # Docker and .env files hand "~" on as it is
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no such home
+        raise _bad_cache(chosen, "made", error) from error
     return folder
+
+
+def _bad_cache(folder: str | Path, what: str, error: Exception) -> ValueError:
+    return ValueError(f"the cache folder {folder} cannot be {what} ({error}); let INFERENCE_STAGES_CACHE name another")
 
 
 def _built_once(name: str, build: Callable[[Path], None]) -> Path:
@@ -128,9 +132,13 @@ def _built_once(name: str, build: Callable[[Path], None]) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{name}.making-"))
     try:
-        build(scratch)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{name}.making-"))
+    except OSError as error:
+        raise _bad_cache(folder.parent, "written", error) from error
+    try:
+        with torch.device("cpu"):  # whatever the caller's default device is: the folder stays for all that come after
+            build(scratch)
         scratch.rename(folder)
     except OSError:
         if not folder.is_dir():  # unless another process was faster
@@ -253,12 +261,13 @@ def _make_tiny(folder: Path) -> None:
     from .checkpoint import empty_model
     from .config import ModelConfig
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
+    kind = dict(generator=generator, dtype=torch.float32, device="cpu")  # not the caller's defaults
     state = {}
     for name, parameter in empty_model(ModelConfig.from_hf(TINY_CONFIG)).named_parameters():
         # Wide enough that attention is not flat and the argmax moves with the context.
         scale = 0.2 if "norm" in name else 2.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5
-        state[name] = torch.randn(parameter.shape, generator=generator) * scale + float("norm" in name)
+        state[name] = torch.randn(parameter.shape, **kind) * scale + float("norm" in name)
     letters = list(range(ord("a"), ord("z") + 1)) + [ord(" ")] * 1
     state["lm_head.weight"][letters] *= 1.5  # so that it babbles in letters more often than in broken bytes
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,6 +1,7 @@
 """Command line: stream an answer, then say what it cost."""
 
 import argparse
+import os
 import sys
 import time
 
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
 ENGINE_OPTIONS = ("device", "dtype", "max_model_len", "load_format", "attention_backend")
 ENGINE_OPTIONS += ("tensor_parallel_size", "kv_cache_dtype")
 SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop")
+READER_GONE = 128 + 13  # the status that shells give a program that ended by SIGPIPE
 
 
 def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
@@ -56,11 +58,13 @@ def speculative(args: argparse.Namespace) -> SpeculativeConfig | None:
 def main() -> None:
     cli = parser()
     args = cli.parse_args()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot write, not the loss of all text
     try:
         params = SamplingParams(**{k: getattr(args, k) for k in SAMPLING_OPTIONS}, ignore_eos=args.ignore_eos)
+        text = read_prompt(args.prompt)
         options = {k: getattr(args, k) for k in ENGINE_OPTIONS}
         llm = LLM(args.model, **options, speculative=speculative(args))
-        text = sys.stdin.read() if args.prompt == "-" else args.prompt
         chat = llm.tokenizer.has_chat_template and not args.raw
         pieces = llm.stream(
             llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) if chat else text, params
@@ -70,6 +74,24 @@ def main() -> None:
     report(llm, pieces)
 
 
+def read_prompt(prompt: str) -> str:
+    """The prompt, or what '-' stands for. Raises ValueError where nothing can be read."""
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:
+        raise ValueError("prompt='-', but standard input is closed; pipe a text into it, or give the text itself")
+    return sys.stdin.read()
+
+
+def show(text: str) -> None:
+    """Write to standard output at once. A reader that has seen enough (`| head`) ends the program, without a word."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would complain again
+        sys.exit(READER_GONE)
+
+
 def report(llm: LLM, pieces) -> None:
     """Print the pieces as they come, then counters and times. Ctrl-C ends the text, not the report."""
     start = time.perf_counter()
@@ -77,13 +99,13 @@ def report(llm: LLM, pieces) -> None:
     try:
         for piece in pieces:
             first = first or time.perf_counter() - start
-            print(piece, end="", flush=True)
+            show(piece)
     except KeyboardInterrupt:
         pass
     seconds = time.perf_counter() - start
     counters = llm.metrics.counters()
     speed = (counters["steps"] + counters["accepted_tokens"]) / seconds
-    print(flush=True)
+    show("\n")
     print(
         f"\n{seconds:.2f} s, {speed:.1f} tokens/s, first text after {first or 0:.2f} s",
         file=sys.stderr,

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+from .inputs import read_json
+
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
 
@@ -25,8 +27,15 @@ class Tokenizer:
 
         try:
             self.hf = AutoTokenizer.from_pretrained(str(folder))
+            return
         except Exception:  # it also checks config.json, and more strictly than we do (no "head_dim": null, say)
+            pass
+        try:
             self.hf = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        except Exception as error:  # their errors do not say which file is damaged
+            for file in sorted(Path(folder).glob("*token*.json")):
+                read_json(file)
+            raise ValueError(f"{folder}: its tokenizer cannot be read: {error}") from error
 
     @cached_property
     def has_byte_fallback(self) -> bool:

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +140,81 @@ def test_half_a_file_is_named(folder, left):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"model\.safetensors is no complete safetensors file"):
+        load(folder)
+
+
+DAMAGED = {
+    "empty": "",
+    "half": '{"model_type": "lla',
+    "a list": "[]",
+    "null": "null",
+    "git-lfs": "version https://git-l",
+}
+JSON_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+JSON_FILES += ["model.safetensors.index.json"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint to copy."""
+    return make_checkpoint(tmp_path_factory.mktemp("whole") / "llama", "llama")
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_json_is_named(whole, tmp_path, name, text):
+    """ "Expecting value: line 1 column 1 (char 0)": of which of the six files?"""
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(folder / name)) + " (is no complete JSON file|holds)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {"lm_head.weight": 3}])
+def test_index_without_file_names(whole, tmp_path, weight_map):
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json: weight_map=.*expected an object"):
+        load(folder)
+
+
+BAD_VALUES = [
+    ("config.json", "rms_norm_eps", None),
+    ("config.json", "rms_norm_eps", "1e-6"),
+    ("config.json", "rms_norm_eps", float("nan")),
+    ("config.json", "hidden_size", "64"),
+    ("config.json", "num_hidden_layers", 2.0),
+    ("config.json", "head_dim", -16),
+    ("config.json", "num_key_value_heads", True),
+    ("config.json", "rope_theta", "1e4"),
+    ("config.json", "rope_scaling", "linear"),
+    ("config.json", "quantization_config", "awq"),
+    ("config.json", "tie_word_embeddings", "false"),
+    ("config.json", "eos_token_id", "2"),
+    ("config.json", "eos_token_id", [1, None]),
+    ("generation_config.json", "eos_token_id", "</s>"),
+    ("generation_config.json", "eos_token_id", ["2"]),
+    ("generation_config.json", "eos_token_id", 2.0),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), BAD_VALUES)
+def test_config_value_of_the_wrong_type_is_named(whole, tmp_path, name, key, value):
+    """A TypeError from the middle of the first step, or "false" taken for true."""
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    config = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=re.escape(f"{folder / name}: {key}={value!r}: expected")):
+        load(folder)
+
+
+def test_rope_value_of_the_wrong_type_is_named(whole, tmp_path):
+    """One level down, where the factors are."""
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "linear", "factor": "2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json: rope_scaling: factor='2': expected a number"):
         load(folder)
 
 
@@ -318,11 +395,55 @@ def test_tiny_is_the_same_model_everywhere(tmp_path, monkeypatch):
     assert len(set(greedy(load("tiny"), IDS, 16))) >= 6
 
 
+def test_tiny_does_not_depend_on_the_defaults_of_torch(tmp_path, monkeypatch):
+    """Made under the user's float64 or on another device, other weights lay in the cache from then on, for everyone."""
+    expected = (zoo.tiny_folder() / "model.safetensors").read_bytes()
+    monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(tmp_path))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            folder = zoo.tiny_folder()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (folder / "model.safetensors").read_bytes() == expected
+
+
 def test_the_cache_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(tmp_path))
     folder = zoo.tiny_folder()
     monkeypatch.setattr(zoo, "_make_tiny", None)  # to build again would fail
     assert zoo.tiny_folder() == folder
+
+
+def test_cache_in_the_home_folder(tmp_path, monkeypatch):
+    """Only a shell expands "~": from Docker or a notebook a folder of that name appeared where the program ran."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))  # Windows
+    monkeypatch.setenv("INFERENCE_STAGES_CACHE", "~/x")
+    assert zoo.cache_folder() == tmp_path / "home" / "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    """Twenty lines from the depths of pathlib did not say which setting was wrong."""
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "below", "~no-such-user-here/x"):
+        monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(bad))
+        with pytest.raises(ValueError, match=f"{re.escape(str(bad))} cannot be made.*INFERENCE_STAGES_CACHE"):
+            LLM("tiny")
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """A read-only home is common on clusters."""
+
+    def mkdtemp(**options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("INFERENCE_STAGES_CACHE", str(tmp_path))
+    monkeypatch.setattr(zoo.tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))} cannot be written.*INFERENCE_STAGES_CACHE"):
+        LLM("tiny")
 
 
 def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -543,6 +543,38 @@ def test_command_line_raw_stdin_and_sampling(monkeypatch, capsys):
     assert out == complete(engine(), "From a pipe", **params).text + "\n"
 
 
+def test_command_line_with_standard_input_closed(monkeypatch, capsys):
+    """Python has None in place of a closed stream: an AttributeError, after the model was loaded."""
+    monkeypatch.setattr(sys, "stdin", None)
+    code, out, err = run_main(monkeypatch, capsys, "-", *CPU)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "standard input is closed" in err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_command_line_on_a_terminal_that_lacks_characters(encoding, monkeypatch, capsys):
+    """One character that the terminal cannot write, and all of the text was lost to a UnicodeEncodeError."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: iter(["so: ", "你", "!"]))
+    code, _, err = run_main(monkeypatch, capsys, "x", *CPU)
+    assert (code, written.getvalue().split()) == (0, [b"so:", b"?!"]), err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of other systems break in other ways")
+def test_command_line_whose_reader_leaves():
+    """`| head -c 3` got its three bytes, and the user a traceback about a broken pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", PACKAGE, "Hi", *CPU, "--max-tokens", "6", "--ignore-eos"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
+    finally:
+        os.close(writer)
+    assert done.returncode == 141
+    assert len(done.stderr.splitlines()) == 1, done.stderr  # what was chosen, said at the start
+
+
 class Recorder(io.StringIO):
     """Standard output that remembers how often it was flushed, and with how much text."""
 
