@@ -1,6 +1,6 @@
 """Draft cost: what a step with drafts takes longer than one without, and so how many tokens it must bring to pay.
 
-    python -m benchmarks.draft_cost --models qwen3-0.6b qwen3-8b --dummy    # on a GPU: one and a half minutes
+    python -m benchmarks.draft_cost --models qwen3-0.6b qwen3-8b --dummy    # on a GPU: some two minutes
     python -m benchmarks.draft_cost                                         # tiny: seconds
 
 A proposer drafts k tokens for every sequence in every step, all wrong. So a step brings each sequence one token, and
