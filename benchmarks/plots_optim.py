@@ -135,8 +135,9 @@ def draw_peers(document: dict, path: Path | None = None) -> Figure:
     """Other engines beside ours, whose numbers come from the files of `speed` for an H200."""
     files = ("optim-speed.json", "optim-speed-8b.json")
     small, large = (json.loads((RESULTS / "h200" / name).read_text()) for name in files)
-    ours = {name: small["rows"][0][name]["tokens_per_second"] for name in ("many", "one")}
-    ours["one_8b"] = large["rows"][0]["one"]["tokens_per_second"]
+    (row,), (row_8b,) = ([r for r in d["rows"] if r["stage"] == "stage5_optim"] for d in (small, large))
+    ours = {name: row[name]["tokens_per_second"] for name in ("many", "one")}
+    ours["one_8b"] = row_8b["one"]["tokens_per_second"]
     rows = [*document["rows"], {"name": "stage 5", **ours}]
     fig, axes = plt.subplots(1, 3, figsize=(12, 2.6), sharey=True)
     for axis, (key, title) in zip(axes, document["columns"].items(), strict=True):
