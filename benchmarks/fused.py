@@ -367,7 +367,7 @@ def sweep_case(kernels: ModuleType, case: tuple, rows: int, samples: int, clock:
         found.append({"model": model, "product": name, "rows": rows, "config": config})
         found[-1] |= attempt(partial(measure, config))
 
-    try_out(kernels.gemv_config(n // 2 if gated else n, k, 2, gated))
+    try_out(kernels.gemv_config(n // 2 if gated else n, k, 2))
     for config in TILES:
         if not clock.is_over and config["BLOCK_K"] < 2 * k:
             try_out(config)

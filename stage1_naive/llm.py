@@ -174,12 +174,13 @@ class LLM:
     def _make_sequence(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Sequence:
         self._next_id += 1
         room = self.resolved.max_model_len - len(ids)
+        special = self.tokenizer.end_ids(params.stop, self.model_config.vocab_size)
         return Sequence(
             request_id=str(self._next_id - 1),
             prompt_token_ids=ids,
             params=params,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            stop_token_ids=(*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids),
+            stop_token_ids=(*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids, *special),
             max_output_tokens=min(params.max_tokens or room, room),
             detokenizer=Detokenizer(self.tokenizer, params.stop),
             prompt=prompt if isinstance(prompt, str) else None,

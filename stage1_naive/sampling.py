@@ -32,9 +32,9 @@ class SamplingParams:
 
     max_tokens: most tokens to make; None fills the context. min_tokens: no end before so many. temperature: 0 is
     greedy. top_k: 0 or -1 turns it off. top_p: in (0, 1]. repetition_penalty: above 0; 1 turns it off. seed: None draws
-    one. stop: strings that end the output and are cut from it. stop_token_ids: ids that end it; they stay in token_ids
-    and do not appear in the text. ignore_eos: the model's own end tokens do not end it. logprobs: report so many best
-    tokens per position beside the chosen one, as log-softmax of the raw logits; None reports nothing.
+    one. stop: strings that end the output and are cut from it, or special tokens as they are written. stop_token_ids:
+    ids that end it; they stay in token_ids and do not appear in the text. ignore_eos: the model's own end tokens do not
+    end it. logprobs: report so many best tokens per position, as log-softmax of the raw logits; None reports nothing.
     """
 
     max_tokens: int | None = 16

@@ -68,15 +68,16 @@ def pack_linears(module: nn.Module) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The *.safetensors files of a folder, as its index names them. Raises ValueError where there is none."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.exists():  # an index beside it is a left-over
+        return [single]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError(f"{index}: weight_map={weight_map!r:.80}: expected an object, tensor name to file name")
         files = [folder / name for name in dict.fromkeys(weight_map.values())]
     else:
-        single = folder / "model.safetensors"
-        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
         what = f"lacks {', '.join(missing)}" if missing else "has no *.safetensors files"
@@ -91,12 +92,20 @@ def _open(file: Path) -> safe_open:
         raise ValueError(f"{file} is no complete safetensors file: {error}") from error
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all files, one at a time; the tensors lie in the memory map until they are copied."""
+def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all files, one at a time; the tensors lie in the memory map until they are copied. names: of
+    these alone."""
     for file in weight_files(folder):
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
-                yield name, tensors.get_tensor(name)
+                if not names or name in names:
+                    yield name, tensors.get_tensor(name)
+
+
+def _is_one_matrix(folder: Path) -> bool:
+    """Whether a head that is stored though it is tied is the embedding indeed, as config.json says."""
+    pair = [tensor for _, tensor in read_tensors(folder, ("lm_head.weight", "model.embed_tokens.weight"))]
+    return all(torch.equal(pair[0], tensor) for tensor in pair)
 
 
 def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
@@ -113,6 +122,8 @@ def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
             problems.append(f"unexpected: {name} {shape}")
         elif name in wanted and shape != wanted[name]:
             problems.append(f"shape of {name}: {shape}, expected {wanted[name]}")
+    if tied and not _is_one_matrix(folder):
+        problems.append("lm_head.weight differs from embed_tokens.weight, but tie_word_embeddings is true; say false")
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(problems))
 

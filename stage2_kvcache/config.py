@@ -155,8 +155,9 @@ def _check_supported(config: dict, family: str | None) -> None:
         raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window=true is not supported: attention here always sees the whole context")
+    has_window = config.get("use_sliding_window") or (family == "llama" and config.get("sliding_window"))
+    if has_window or set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError("no sliding window (use_sliding_window, layer_types) is supported: attention here sees all")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(f"quantised weights ({method}) are not supported; take the unquantised checkpoint")

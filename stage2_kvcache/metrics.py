@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+MOST_RECORDS = 40_000  # that a trace keeps: an engine may run for weeks
+
 
 @dataclass
 class StepRecord:
@@ -45,7 +47,9 @@ class Metrics:
     trace: list[StepRecord] = field(default_factory=list)
 
     def record(self, record: StepRecord) -> None:
-        """Count one step and keep its record."""
+        """Count one step and keep its record; of a full trace the older half goes."""
+        if len(self.trace) == MOST_RECORDS:
+            del self.trace[: MOST_RECORDS // 2]
         self.trace.append(record)
         self.steps += 1
         self.attention_pairs += record.attention_pairs

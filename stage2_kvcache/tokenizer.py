@@ -11,6 +11,7 @@ The joined pieces are the text of the output, and equal the decoding of all outp
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 from .inputs import read_json
@@ -24,13 +25,12 @@ class Tokenizer:
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported late: it takes seconds
 
+        # tokenizer.json says it all. AutoTokenizer may take the class that config files name, which builds another one
+        # from the same vocabulary; and it may ask on the terminal whether to run code that lies in the folder.
+        has_json = (Path(folder) / "tokenizer.json").exists()
         try:
-            self.hf = AutoTokenizer.from_pretrained(str(folder))
-            return
-        except Exception:  # it also checks config.json, and more strictly than we do (no "head_dim": null, say)
-            pass
-        try:
-            self.hf = PreTrainedTokenizerFast.from_pretrained(str(folder))
+            kind = PreTrainedTokenizerFast if has_json else AutoTokenizer
+            self.hf = kind.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # their errors do not say which file is damaged
             for file in sorted(Path(folder).glob("*token*.json")):
                 read_json(file)
@@ -39,6 +39,24 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self.hf.eos_token_id
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Text -> id of the special tokens, which `decode` leaves out."""
+        return {token.content: token_id for token_id, token in self.hf.added_tokens_decoder.items() if token.special}
+
+    @cached_property
+    def _ids_with_text(self) -> set[int]:
+        return set(self.hf.get_vocab().values()) - set(self.special_ids.values())
+
+    def end_ids(self, stop: Iterable[str], vocab_size: int) -> list[int]:
+        """Ids of the stop strings that are special tokens: the text is without them, nobody would find them there."""
+        ids = [self.special_ids[text] for text in stop if text in self.special_ids]
+        return [token_id for token_id in ids if token_id < vocab_size]
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` writes it: not a special token, and none that the tokenizer does not know."""
+        return token_id in self._ids_with_text
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. A BOS token is added if the tokenizer does so, never a second if the text has one."""
@@ -121,6 +139,8 @@ class Detokenizer:
 
     def _decode(self, token_id: int) -> str:
         """Text that this token adds or completes, without what may be half a character at its end."""
+        if not self._tokenizer.has_text(token_id):  # the window would grow until one comes that has
+            return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         certain = text.rstrip(REPLACEMENT)

@@ -125,9 +125,11 @@ class LLM:
                 seqs = self._make_sequences(prompts, sampling_params)
                 self._enqueue(seqs)
             with Progress(len(seqs), self.metrics, use_tqdm) as bar:
-                while bar.count < len(seqs):
+                left = list(seqs)
+                while left:
                     self._step_for_others()
-                    bar.update(sum(not self._serves(seq) for seq in seqs))
+                    left = self._still_served(left)
+                    bar.update(len(seqs) - len(left))
         finally:
             self._abort_all(seqs)  # only what an error or Ctrl-C left unfinished
         return [seq.to_output() for seq in seqs]
@@ -139,7 +141,7 @@ class LLM:
 
         For a list of several prompts the pieces come as (index of the prompt, piece). Several streams may be open at
         the same time: whichever is asked for its next piece drives the engine for all. Bad input raises ValueError
-        here, not at the first piece. Closing the iterator ends the request.
+        here, another request's error in a shared step RuntimeError. Closing the iterator ends the request.
         """
         with self._lock:
             seqs = self._make_sequences(prompt, sampling_params)
@@ -155,12 +157,15 @@ class LLM:
             self._enqueue(seqs)
             yield
             while True:
-                served = [self._serves(seq) for seq in seqs]
-                for i, seq in enumerate(seqs):
-                    if len(seq.text) > sent[i]:
-                        piece, sent[i] = seq.text[sent[i] :], len(seq.text)
+                with self._lock:  # another thread's step adds to the texts
+                    served, texts = [self._serves(seq) for seq in seqs], [seq.text for seq in seqs]
+                for i, text in enumerate(texts):
+                    if len(text) > sent[i]:
+                        piece, sent[i] = text[sent[i] :], len(text)
                         yield (i, piece) if len(seqs) > 1 else piece
                 if not any(served):
+                    for failure in [seq.failure for seq in seqs if seq.failure]:
+                        raise RuntimeError("a step that this request shared with others failed") from failure
                     return
                 self._step_for_others()
         finally:
@@ -174,8 +179,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}, by the model's chat template."""
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
-        conversations = messages if many else [messages]
-        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        prompts = [self.tokenizer.apply_chat_template(one) for one in (messages if many else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
@@ -225,11 +229,13 @@ class LLM:
             if batch:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
             self._undelivered += self._retire()
-        except BaseException:  # Ctrl-C too, between any two lines: what the step held must not stay behind, half done
+        except (
+            BaseException
+        ) as error:  # Ctrl-C too, between any two lines: what the step held must not stay behind, half done
             self._is_driving = False
             self.scheduler.recount()
             lost = [seq for seq in self._requests.values() if not self.scheduler.holds(seq)]
-            self._abort_all([*lost, *(item.seq for item in batch)])
+            self._abort_all([*lost, *(item.seq for item in batch)], error)
             raise
         finally:
             self._is_driving = False
@@ -277,9 +283,14 @@ class LLM:
         """Of all requests and outputs that have not left the engine."""
         return ChainMap(self._requests, {output.request_id: output for output in self._undelivered})
 
-    def _abort_all(self, seqs: list[Sequence]) -> None:
+    def _still_served(self, requests: list) -> list:
+        most = self.scheduler_config.max_num_seqs  # first come, first served: no others can have ended
+        return [one for one in requests[:most] if self._serves(one)] + requests[most:]
+
+    def _abort_all(self, seqs: list[Sequence], failure: BaseException | None = None) -> None:
         for seq in seqs:
             if self._serves(seq):
+                seq.failure = failure
                 self.abort_request(seq.request_id)
 
     def _check_open(self) -> None:
@@ -306,12 +317,13 @@ class LLM:
 
     def _make_sequence(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Sequence:
         room = self.resolved.max_model_len - len(ids)
+        special = self.tokenizer.end_ids(params.stop, self.model_config.vocab_size)
         return Sequence(
             request_id=self._new_id(),
             prompt_token_ids=ids,
             params=params,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            stop_token_ids=(*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids),
+            stop_token_ids=(*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids, *special),
             max_output_tokens=min(params.max_tokens or room, room),
             detokenizer=Detokenizer(self.tokenizer, params.stop),
             prompt=prompt if isinstance(prompt, str) else None,

@@ -58,7 +58,7 @@ class AttentionMetadata:
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata) -> None:
     """Store this step's k and v [T, num_kv_heads, head_dim]. kv: [2, num_blocks, block_size, num_kv_heads, head_dim].
 
-    A token whose slot is -1 is stored nowhere.
+    A token whose slot is -1 is stored nowhere. (On a GPU only our Triton kernels know that: see write_kv_triton.)
     """
     flat = kv.flatten(1, 2)  # [2, num_blocks * block_size, num_kv_heads, head_dim], a view
     slots = metadata.slot_mapping
@@ -155,12 +155,14 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, blo
         return "triton needs a GPU"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if torch.version.hip:
+        return "our Triton kernels are written for NVIDIA's GPUs"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "triton needs a GPU of compute capability 8.0 or more"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"triton needs float16, bfloat16 or float32, not {str(dtype).removeprefix('torch.')}"
-    if head_dim > 256:
-        return f"triton needs a head_dim up to 256, not {head_dim}"
+    if not 8 < head_dim <= 256:
+        return f"triton needs a head_dim from 9 to 256, not {head_dim}"
     if block_size < 16:
         return f"triton needs a block_size of at least 16, not {block_size}"
     return None

@@ -67,7 +67,8 @@ class Intake:
 
     def _make_group(self, tokenizer: Tokenizer, params: SamplingParams, **options: object) -> SequenceGroup:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        stop_token_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
+        special = tokenizer.end_ids(params.stop, self._vocab_size)
+        stop_token_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids, *special)
         return SequenceGroup(
             [
                 Sequence(

@@ -147,9 +147,11 @@ class LLM:
                 groups = self._make_groups(prompts, sampling_params)
                 self._enqueue(groups)
             with Progress(len(groups), self.metrics, use_tqdm) as bar:
-                while bar.count < len(groups):
+                left = list(groups)
+                while left:
                     self._step_for_others()
-                    bar.update(sum(not self._serves(group) for group in groups))
+                    left = self._still_served(left)
+                    bar.update(len(groups) - len(left))
         finally:
             self._abort_all(groups)  # only what an error or Ctrl-C left unfinished
         return [group.to_output() for group in groups]
@@ -161,7 +163,8 @@ class LLM:
 
         For several prompts, or n > 1, the pieces come as (index, piece): the index counts the samples of the first
         prompt, then those of the second. Several streams may be open at the same time: whichever is asked for its next
-        piece drives the engine for all. Bad input raises ValueError here. Closing the iterator ends the request.
+        piece drives the engine for all. Bad input raises ValueError here, another request's error in a shared step
+        RuntimeError. Closing the iterator ends the request.
         """
         with self._lock:
             groups = self._make_groups(prompt, sampling_params)
@@ -178,12 +181,15 @@ class LLM:
             self._enqueue(groups)
             yield
             while True:
-                served = [self._serves(group) for group in groups]
-                for i, seq in enumerate(seqs):
-                    if len(seq.text) > sent[i]:
-                        piece, sent[i] = seq.text[sent[i] :], len(seq.text)
+                with self._lock:  # another thread's step adds to the texts
+                    served, texts = [self._serves(group) for group in groups], [seq.text for seq in seqs]
+                for i, text in enumerate(texts):
+                    if len(text) > sent[i]:
+                        piece, sent[i] = text[sent[i] :], len(text)
                         yield (i, piece) if len(seqs) > 1 else piece
                 if not any(served):
+                    for failure in [group.failure for group in groups if group.failure]:
+                        raise RuntimeError("a step that this request shared with others failed") from failure
                     return
                 self._step_for_others()
         finally:
@@ -197,8 +203,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}, by the model's chat template."""
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
-        conversations = messages if many else [messages]
-        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        prompts = [self.tokenizer.apply_chat_template(one) for one in (messages if many else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def add_request(
@@ -247,10 +252,10 @@ class LLM:
             if batch.scheduled:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
             self._undelivered += self._retire()
-        except BaseException:  # Ctrl-C too: what the step held must not stay behind, half done
+        except BaseException as error:  # Ctrl-C too: what the step held must not stay behind, half done
             self._is_driving = False
             self.block_manager.recount()
-            self._abort_all(list(self.scheduler.batch.touched.values()))
+            self._abort_all(list(self.scheduler.batch.touched.values()), error)
             raise
         finally:
             self._is_driving = False
@@ -300,9 +305,14 @@ class LLM:
         """Of all requests and outputs that have not left the engine."""
         return ChainMap(self._requests, {output.request_id: output for output in self._undelivered})
 
-    def _abort_all(self, groups: list[SequenceGroup]) -> None:
+    def _still_served(self, requests: list) -> list:
+        most = self.scheduler_config.max_num_seqs  # first come, first served: no others can have ended
+        return [one for one in requests[:most] if self._serves(one)] + requests[most:]
+
+    def _abort_all(self, groups: list[SequenceGroup], failure: BaseException | None = None) -> None:
         for group in groups:
             if self._serves(group):
+                group.failure = failure
                 self.abort_request(group.request_id)
 
     def _check_open(self) -> None:

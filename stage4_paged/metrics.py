@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+MOST_RECORDS = 40_000  # that a trace keeps: an engine may run for weeks
 MOST_NAMED = 256  # ids of all that wait, in every step: with 16,000 in the queue that was a gigabyte
 
 
@@ -83,8 +84,10 @@ class Metrics:
     trace: list[StepRecord] = field(default_factory=list)
 
     def record(self, record: StepRecord) -> None:
-        """Count one step and keep its record."""
+        """Count one step and keep its record; of a full trace the older half goes."""
         record.step = self.steps
+        if len(self.trace) == MOST_RECORDS:
+            del self.trace[: MOST_RECORDS // 2]
         self.trace.append(record)
         self.steps += 1
         self.attention_pairs += record.attention_pairs

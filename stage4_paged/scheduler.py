@@ -5,7 +5,7 @@ the next piece of a long prompt and one more token of a running text are the sam
 may compute `max_num_batched_tokens` of them; who gets how many is the policy:
 
     static         a batch is formed, runs until its last member ends, and only then the next one is formed
-    prefill_first  waiting prompts first, whole; when none is left, one token for every running sequence
+    prefill_first  waiting prompts first, whole; when none can come in, one token for every running sequence
     mixed          one token for every running sequence first; what is left of the budget goes to pieces of prompts
 
             static                 mixed                      A, B, C, D: prompts; a, b, c, d: one token each

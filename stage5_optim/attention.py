@@ -62,7 +62,7 @@ class AttentionMetadata:
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KV, metadata: AttentionMetadata) -> None:
     """Store this step's k and v [T, num_kv_heads, head_dim]. kv: [2, num_blocks, block_size, num_kv_heads, head_dim].
 
-    A token whose slot is -1 is stored nowhere.
+    A token whose slot is -1 is stored nowhere. (On a GPU only the kernels know that, torch does not.)
     """
     slots = metadata.slot_mapping
     if slots.is_cpu and (slots < 0).any():  # on a GPU the question would make the CPU wait; see write_kv_triton
@@ -173,12 +173,14 @@ def triton_obstacle(
         return "triton needs a GPU"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if torch.version.hip:
+        return "our Triton kernels are written for NVIDIA's GPUs"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "triton needs a GPU of compute capability 8.0 or more"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"triton needs float16, bfloat16 or float32, not {str(dtype).removeprefix('torch.')}"
-    if head_dim > 256:
-        return f"triton needs a head_dim up to 256, not {head_dim}"
+    if not (8 if kv_dtype is None else 16) < head_dim <= 256:  # tiles of at least 16 numbers; of bytes, two halves
+        return f"triton needs a head_dim from {9 if kv_dtype is None else 17} to 256, not {head_dim}"
     if block_size < 16:
         return f"triton needs a block_size of at least 16, not {block_size}"
     if kv_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):

@@ -185,7 +185,7 @@ class BlockManager:
 
     def roll_back(self, seq_id: str, num_tokens: int) -> None:
         """Give back the blocks behind the first num_tokens. Only rejected drafts are in them, so they are taken again
-        first: others may still hold a prefix that somebody will ask for."""
+        first: other free blocks may still hold a prefix that somebody will ask for."""
         table, before = self._pool.tables[seq_id], self.num_free_blocks
         rejected = table.blocks[self.blocks_for(num_tokens) :]
         table.num_tokens = num_tokens

@@ -85,5 +85,5 @@ def graph_obstacle(resolved: Resolved, fused: bool) -> str | None:
     if resolved.attention_backend == "torch":
         return "the torch attention goes from sequence to sequence on the CPU, which a graph does not repeat"
     if resolved.attention_backend == "flash_attn" and not fused:
-        return "torch writes K and V to every slot, also to the -1 of padding rows; fused kernels do not"
+        return "torch cannot store K and V without the padding rows, whose slot is -1; fused kernels can"
     return None

@@ -252,7 +252,7 @@ def gemv_kernel(
 
 
 @cache
-def gemv_config(n: int, k: int, itemsize: int, gated: bool = False) -> dict[str, int | str]:
+def gemv_config(n: int, k: int, itemsize: int) -> dict[str, int | str]:
     """Tile and warps for a result of n columns: a thread loads 16 bytes of each weight row at a time.
 
     Of BLOCK_K the largest that does not load much padding behind column k. The numbers are those that were best in a
@@ -276,7 +276,7 @@ def gemv(
     if num_rows > MAX_GEMV_ROWS:
         raise ValueError(f"gemv is for at most {MAX_GEMV_ROWS} rows, not {num_rows}")
     n, rows = len(weight) // (2 if gated else 1), next_power_of_two(num_rows)
-    config = (config or gemv_config(n, k, x.element_size(), gated)) | dependent_launch(x.device)
+    config = (config or gemv_config(n, k, x.element_size())) | dependent_launch(x.device)
     out = x.new_empty((num_rows, n)) if out is None else out
     grid = (-(-n // config["BLOCK_N"]),)
     gemv_kernel[grid](x, weight, bias, norm_weight, residual, out, num_rows, eps, n, k, rows, gated, **config)

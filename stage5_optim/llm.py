@@ -132,9 +132,11 @@ class LLM:
                 groups = self._make_groups(prompts, sampling_params)
                 self._enqueue(groups)
             with Progress(len(groups), self.metrics, use_tqdm) as bar:
-                while bar.count < len(groups):
+                left = list(groups)
+                while left:
                     self._step_for_others()
-                    bar.update(sum(not self._serves(group) for group in groups))
+                    left = self._still_served(left)
+                    bar.update(len(groups) - len(left))
         finally:
             self._abort_all(groups)  # only what an error or Ctrl-C left unfinished
         return [group.to_output() for group in groups]
@@ -146,7 +148,8 @@ class LLM:
 
         For several prompts, or n > 1, the pieces come as (index, piece): the index counts the samples of the first
         prompt, then those of the second. Several streams may be open at the same time: whichever is asked for its next
-        piece drives the engine for all. Bad input raises ValueError here. Closing the iterator ends the request.
+        piece drives the engine for all. Bad input raises ValueError here, another request's error in a shared step
+        RuntimeError. Closing the iterator ends the request.
         """
         with self._lock:
             groups = self._make_groups(prompt, sampling_params)
@@ -163,12 +166,15 @@ class LLM:
             self._enqueue(groups)
             yield
             while True:
-                served = [self._serves(group) for group in groups]
-                for i, seq in enumerate(seqs):
-                    if len(seq.text) > sent[i]:
-                        piece, sent[i] = seq.text[sent[i] :], len(seq.text)
+                with self._lock:  # another thread's step adds to the texts
+                    served, texts = [self._serves(group) for group in groups], [seq.text for seq in seqs]
+                for i, text in enumerate(texts):
+                    if len(text) > sent[i]:
+                        piece, sent[i] = text[sent[i] :], len(text)
                         yield (i, piece) if len(seqs) > 1 else piece
                 if not any(served):
+                    for failure in [group.failure for group in groups if group.failure]:
+                        raise RuntimeError("a step that this request shared with others failed") from failure
                     return
                 self._step_for_others()
         finally:
@@ -214,7 +220,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Requests that run keep what they have. Does nothing where caching is off."""
-        self.block_manager.reset_prefix_cache()
+        with self._lock:
+            self.block_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has something to do or to return."""
@@ -234,11 +241,11 @@ class LLM:
             self._is_driving = True
             work()
             self._retire()
-        except BaseException:  # Ctrl-C too: what the steps held must not stay behind, half done
+        except BaseException as error:  # Ctrl-C too: what the steps held must not stay behind, half done
             self._is_driving = False
             batches = [*self._pipeline.cancel(), self.scheduler.batch]
             self.block_manager.recount()
-            self._abort_all([group for batch in batches for group in batch.touched.values()])
+            self._abort_all([group for batch in batches for group in batch.touched.values()], error)
             raise
         finally:
             self._is_driving = False
@@ -275,9 +282,14 @@ class LLM:
         """Of all requests and outputs that have not left the engine."""
         return ChainMap(self._requests, {output.request_id: output for output in self._undelivered})
 
-    def _abort_all(self, groups: list[SequenceGroup]) -> None:
+    def _still_served(self, requests: list) -> list:
+        most = self.scheduler_config.max_num_seqs  # first come, first served: no others can have ended
+        return [one for one in requests[:most] if self._serves(one)] + requests[most:]
+
+    def _abort_all(self, groups: list[SequenceGroup], failure: BaseException | None = None) -> None:
         for group in groups:
             if self._serves(group):
+                group.failure = failure
                 self.abort_request(group.request_id)
 
     def _check_open(self) -> None:

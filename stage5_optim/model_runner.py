@@ -36,7 +36,7 @@ from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__package__)
 
-MAX_PAIRS_IN_GRAPH = 65_536  # query-key pairs of all pieces of prompts in a step
+MAX_PAIRS_IN_GRAPH = 65_536  # query-key pairs of all pieces of prompts in a step; a judgement, not a measurement
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
 
     def graph_size(self, scheduled: list[Scheduled]) -> int | None:
-        """Of the graph that can run this step; None if none can: nobody forks, and there are not too many tokens.
+        """Of the graph that can run this step; None if somebody forks, or there are too many tokens.
 
         In a graph each token of a prompt reads its context by itself. With long ones the kernel for chunks, which reads
-        it once for many tokens, gains more than all the launches cost. Drafts are few, and do not count.
+        it once for many tokens, is the better one in spite of all the launches. Drafts are few, and do not count.
         """
         if self.graphs is None or any(item.forks for item in scheduled):
             return None

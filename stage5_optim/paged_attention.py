@@ -117,7 +117,7 @@ def decode_kernel(
     """The program of (KV head, sequence with one new token, split). Neighbouring programs read adjacent heads.
 
     With SPLIT, out_ptr is the workspace [N, num_heads, num_splits, head_dim] in fp32, else the result. The pieces are
-    cut here, from the length on the device: a launch captured in a CUDA graph fits any. Without tiles lse is -inf.
+    cut here, from the length on the device: a launch captured in a CUDA graph fits any.
     """
     start_next(PDL)
     kv_head, seq, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -231,7 +231,7 @@ def chunk_kernel(
 def kernel_config(head_dim: int, group: int, itemsize: int, is_decode: bool, is_bytes: bool = False) -> dict[str, int]:
     """Sizes of tiles, warps, pipeline stages. Fixed, not tuned while running: the same digits in every run.
 
-    On an H200 within 3 % of the best candidate of benchmarks.kernels --sweep, for each of its shapes (head_dim 128).
+    On an H200 within 3 % of the best of benchmarks.kernels --sweep for each shape (attend_decode splits with 2 stages).
     """
     dim, rows = next_power_of_two(head_dim), next_power_of_two(group)
     positions = 16384 // (dim * itemsize) * (2 if is_bytes and is_decode and itemsize == 2 else 1)

@@ -39,12 +39,18 @@ def extend_hashes(hashes: list[bytes], token_ids: list[int], num_tokens: int, bl
 
 @dataclass(eq=False)
 class CachedBlock:
-    """What is in a block: its tokens, behind those of its parent (None: it is a first block)."""
+    """What is in some blocks: these tokens, behind those of the parent (None: they are first blocks). Mostly there is
+    one such block; two requests that compute the same at the same time make two."""
 
-    block: int
+    blocks: dict[int, None]  # in the order in which they were published
     parent: "CachedBlock | None"
     hash: bytes
     tokens: list[int]
+
+    @property
+    def block(self) -> int:
+        """The one to take."""
+        return next(iter(self.blocks))
 
 
 class PrefixCache:
@@ -70,21 +76,23 @@ class PrefixCache:
         return found
 
     def publish(self, parent: CachedBlock | None, block_hash: bytes, tokens: list[int], block: int) -> CachedBlock:
-        """From now on these tokens behind `parent` can be found in `block`, or in the block where they are already."""
+        """From now on these tokens behind `parent` can be found in `block`, too if they are in another one already."""
         known = self._by_hash.get(block_hash)
-        if known is not None:
-            if _is(known, parent, tokens):
-                return known
-            del self._by_block[known.block]  # another content with this hash, or one whose parent is gone
-        cached = CachedBlock(block, parent, block_hash, tokens)
-        self._by_hash[block_hash] = self._by_block[block] = cached
-        return cached
+        if known is None or not _is(known, parent, tokens):
+            for other in known.blocks if known else ():  # another content with this hash, or one whose parent is gone
+                del self._by_block[other]
+            known = self._by_hash[block_hash] = CachedBlock({}, parent, block_hash, tokens)
+        known.blocks[block] = None
+        self._by_block[block] = known
+        return known
 
     def evict(self, block: int) -> None:
         """The block is taken for something else."""
         cached = self._by_block.pop(block, None)
         if cached is not None:
-            del self._by_hash[cached.hash]
+            del cached.blocks[block]
+            if not cached.blocks:
+                del self._by_hash[cached.hash]
 
     def holds(self, block: int) -> bool:
         return block in self._by_block
@@ -95,12 +103,13 @@ class PrefixCache:
         self._by_block.clear()
 
     def check(self) -> None:
-        """Raise IntegrityError unless each entry is under its hash and under its block."""
+        """Raise IntegrityError unless each entry is under its hash and under its blocks, and nothing else is."""
         for block_hash, cached in self._by_hash.items():
-            if cached.hash != block_hash or self._by_block.get(cached.block) is not cached:
-                raise IntegrityError(f"block {cached.block} is cached under a hash or a block that is not its own")
-        if len(self._by_hash) != len(self._by_block):
-            raise IntegrityError(f"{len(self._by_hash)} hashes are cached for {len(self._by_block)} blocks")
+            if cached.hash != block_hash or any(self._by_block.get(block) is not cached for block in cached.blocks):
+                raise IntegrityError(f"blocks {[*cached.blocks]} are cached under a hash or a block not their own")
+        places = sum(len(cached.blocks) for cached in self._by_hash.values())
+        if not all(cached.blocks for cached in self._by_hash.values()) or places != len(self._by_block):
+            raise IntegrityError(f"{places} blocks are cached under hashes, {len(self._by_block)} under blocks")
 
 
 def _is(cached: CachedBlock, parent: CachedBlock | None, tokens: list[int]) -> bool:

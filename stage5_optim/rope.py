@@ -46,14 +46,16 @@ class RopeConfig:
         rope_type = params.get("rope_type") or params.get("type") or "default"
         if rope_type not in ROPE_TYPES or any(isinstance(value, dict) for value in params.values()):
             raise ValueError(f"rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        if (params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1.0 is not supported")
         known = {field.name for field in fields(cls)}
         given = {key: value for key, value in params.items() if key in known and value is not None}
         given["rope_type"] = rope_type
         given.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
         if rope_type in ("llama3", "yarn"):
-            given.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+            original = config.get("original_max_position_embeddings")  # here it counts, as in transformers
+            original = original or given.get("original_max_position_embeddings") or config["max_position_embeddings"]
+            given["original_max_position_embeddings"] = original
         return cls(**given)._checked(config["max_position_embeddings"])
 
     def _checked(self, max_position_embeddings: int) -> "RopeConfig":

@@ -5,7 +5,7 @@ the next piece of a long prompt and one more token of a running text are the sam
 may compute `max_num_batched_tokens` of them; who gets how many is the policy:
 
     static         a batch is formed, runs until its last member ends, and only then the next one is formed
-    prefill_first  waiting prompts first, whole; when none is left, one token for every running sequence
+    prefill_first  waiting prompts first, whole; when none can come in, one token for every running sequence
     mixed          one token for every running sequence first; what is left of the budget goes to pieces of prompts
 
             static                 mixed                      A, B, C, D: prompts; a, b, c, d: one token each
@@ -179,8 +179,8 @@ class Scheduler:
 
     def _may_enter(self, group: SequenceGroup, batch: Batch, prefix: list[CachedBlock]) -> bool:
         """The policy lets it in, and there are budget and memory for its tokens."""
-        is_ending = self.running and not any(other.active for other in self.running.values())  # all else is pending
-        if group.is_new and self.config.policy == "static" and (self._batch_is_closed or is_ending):
+        all_pending = self.running and not any(other.active for other in self.running.values())
+        if group.is_new and self.config.policy == "static" and (self._batch_is_closed or all_pending):
             return False
         first = group.unfinished[0]
         return bool(batch.fits(group, first, self.config.enable_chunked_prefill)) and self._has_memory(group, prefix)

@@ -1,4 +1,4 @@
-"""Trace: what is kept of a step that has been computed. Reads the scheduler and the block manager, changes nothing."""
+"""Trace: what is kept of a step that has been launched. Reads the scheduler and the block manager, changes nothing."""
 
 from collections import Counter
 from itertools import islice, takewhile
@@ -13,7 +13,7 @@ from .sequence import SequenceGroup, SequenceStatus
 def step_record(
     batch: Batch, scheduler: Scheduler, start: float, attention_pairs: int, seconds: dict, trace_blocks: bool
 ) -> StepRecord:
-    """What the trace keeps of a step that has just been computed: who ran, who waits, what the cache holds."""
+    """What the trace keeps of a step that has just been launched: who runs, who waits, what the cache holds."""
     manager, scheduled = scheduler.block_manager, batch.scheduled
     swapped, queue = swapped_ids(scheduler), (group.request_id for group in scheduler.waiting)
     running = [seq for group in scheduler.running.values() for seq in group.seqs] if trace_blocks else []

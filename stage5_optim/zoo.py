@@ -29,6 +29,7 @@ from .inputs import read_config
 if TYPE_CHECKING:
     import gguf  # at run time only where a GGUF file is read: all else works without the package
 
+TOKENIZER_FILES = "tokenizer.json", "tokenizer.model", "vocab.json"
 DEFAULT_MODEL = "smollm2-135m"
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -73,9 +74,9 @@ def locate(model: str, load_format: str = "auto") -> ModelFiles:
     folder = _folder_of(model, shapes[short][0] if short in shapes else model)
     config, generation = read_config(folder / "config.json"), folder / "generation_config.json"
     weights = None if load_format == "dummy" else folder
-    tokenizer = folder if any(folder.glob("tokenizer*")) else None
+    tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
     if tokenizer is None and load_format == "auto":
-        raise ValueError(f"{folder} has no tokenizer files (tokenizer.json or tokenizer.model)")
+        raise ValueError(f"{folder} has no tokenizer files; one of these would do: {', '.join(TOKENIZER_FILES)}")
     return ModelFiles(
         config, read_config(generation) if generation.exists() else {}, tokenizer or tiny_folder(), weights
     )
@@ -87,7 +88,7 @@ def _folder_of(model: str, hub_id: str) -> Path:
     if model.lower() == "tiny":
         return tiny_folder()
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return convert_gguf(path)
     if path.is_dir():
         return path
@@ -195,8 +196,21 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if isinstance(config.get("eos_token_id"), int):  # the reader of the metadata mistakes BOS for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config["eos_token_id"])
+    _add_bos(tokenizer, reader)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _add_bos(tokenizer: object, reader: "gguf.GGUFReader") -> None:
+    """Texts begin with BOS where the file says so; transformers passes over it for most kinds of tokenizers."""
+    from tokenizers.processors import TemplateProcessing
+
+    wanted, bos = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "bos_token_id"))
+    if not (wanted and wanted.contents() and bos) or tokenizer.encode("a")[:1] == [bos.contents()]:
+        return
+    text = tokenizer.convert_ids_to_tokens(bos.contents())
+    template = TemplateProcessing(single=[text, "$A"], special_tokens=[(text, bos.contents())])
+    tokenizer.backend_tokenizer.post_processor = template
 
 
 def _read_gguf(path: Path) -> "tuple[gguf.GGUFReader, str]":
@@ -229,25 +243,11 @@ def _check_gguf_names(path: Path, reader: "gguf.GGUFReader", architecture: str, 
         raise ValueError(f"the tensors of {path} do not fit its metadata:\n  " + "\n  ".join(sorted(problems)))
 
 
-TINY_CONFIG = dict(
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    vocab_size=259,  # 256 bytes and three special tokens
-    hidden_size=96,  # not num_attention_heads * head_dim
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-    hidden_act="silu",
-    dtype="float32",
-    bos_token_id=256,
-    eos_token_id=258,
-)
+TINY_CONFIG = dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_act="silu", dtype="float32")
+TINY_CONFIG |= dict(vocab_size=259, bos_token_id=256, eos_token_id=258)  # 256 bytes and three special tokens
+TINY_CONFIG |= dict(hidden_size=96, num_attention_heads=4, head_dim=64)  # the first is not the others' product
+TINY_CONFIG |= dict(intermediate_size=192, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=False)
+TINY_CONFIG |= dict(max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0)
 
 
 def tiny_folder() -> Path:

@@ -128,6 +128,8 @@ REFUSED = {
     "no family": (dict(model_type=None), "None.*llama, qwen2, qwen3"),
     "activation": (dict(hidden_act="gelu_new"), "hidden_act 'gelu_new'.*silu"),
     "sliding window": (dict(model_type="qwen2", use_sliding_window=True, sliding_window=16), "use_sliding_window"),
+    "sliding layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    "sliding llama": (dict(model_type="llama", sliding_window=16), "sliding window"),
     "quantised": (dict(quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
     "uneven groups": (dict(num_key_value_heads=3), "num_attention_heads=4.*num_key_value_heads=3"),
     "odd head_dim": (dict(head_dim=15), "head_dim=15.*even"),
@@ -152,7 +154,9 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(overrides, message):
 
 def test_sliding_window_that_is_off_is_no_obstacle():
     """Published Qwen2 files carry a window's size and say that it is not used."""
-    assert read(model_type="qwen2", use_sliding_window=False, sliding_window=16).hidden_size == 64
+    off = dict(use_sliding_window=False, sliding_window=16, layer_types=["full_attention"] * 2)
+    assert read(model_type="qwen2", **off).hidden_size == 64
+    assert read(partial_rotary_factor=None).hidden_size == 64
 
 
 def test_longer_than_the_positions_is_refused_with_both_numbers():

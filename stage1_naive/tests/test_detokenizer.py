@@ -110,6 +110,15 @@ def test_any_ids_decode_as_at_once(ids):
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+def test_tokens_without_text_are_not_kept():
+    """With ignore_eos a model goes on making end tokens: each of them was decoded together with all before it."""
+    tokenizer, lengths = byte_tokenizer(), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: lengths.append(len(ids)) or decode(ids)
+    assert "".join(pieces_of(tokenizer, [*b"ab", *[258, 300] * 100, *b"c"])) == "abc"
+    assert max(lengths) <= 3
+
+
 @given(st.text("aé你👍", min_size=1, max_size=12), st.data())
 def test_any_split_into_tokens(text, data):
     """A vocabulary may cut the bytes of a text anywhere. All that is certain must be out after every token."""

@@ -57,6 +57,16 @@ def reference(config: dict) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(AutoConfig.for_model("llama", **config))
 
 
+@pytest.mark.parametrize("name", ["llama3", "yarn", "yarn, original missing"])
+def test_original_length_beside_the_block_counts(name):
+    """Some files have original_max_position_embeddings at the top, and there transformers prefers it."""
+    config = hf(SCALINGS[name], "rope_scaling") | dict(original_max_position_embeddings=64)
+    inv_freq, _ = inverse_frequencies(RopeConfig.from_hf(config), HEAD_DIM)
+    torch.testing.assert_close(inv_freq, reference(config).inv_freq, rtol=1e-6, atol=0)
+    without = inverse_frequencies(RopeConfig.from_hf(hf(SCALINGS[name], "rope_scaling")), HEAD_DIM)[0]
+    assert not torch.equal(inv_freq, without)
+
+
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("block", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("scaling", (SCALINGS | PUBLISHED).values(), ids=SCALINGS | PUBLISHED)

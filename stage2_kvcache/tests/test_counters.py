@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .. import SamplingParams
+from .. import SamplingParams, metrics
 from .script import engine, new_engine, play
 
 PROMPT_LENGTHS = st.integers(1, 40)
@@ -147,6 +147,15 @@ def test_reset():
     assert len(old) == 2
     run(llm, (3, 2))
     assert llm.metrics.counters() == work(3, 2) and llm.metrics.trace[0].step == 0
+
+
+def test_trace_of_a_long_run_stays_short(monkeypatch):
+    """An engine that runs for weeks kept a record of each step that it had ever made."""
+    monkeypatch.setattr(metrics, "MOST_RECORDS", 10)
+    llm = new_engine()
+    run(llm, (3, 25))
+    assert [record.step for record in llm.metrics.trace] == list(range(15, 25))
+    assert llm.metrics.counters() == work(3, 25)
 
 
 def test_counters_belong_to_their_engine():

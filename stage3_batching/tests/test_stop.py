@@ -142,6 +142,14 @@ def folder(tmp_path):
     return folder
 
 
+def test_a_special_token_as_a_stop_string(folder):
+    """Special tokens are no text, so a stop string that is one was never found, and the output ran on."""
+    llm = new_engine(folder)
+    output = play(llm, [7, 257, 8], stop=["x", "<|im_start|>"])
+    assert (output.token_ids, output.text, output.finish_reason) == ([7, 257], "\x07", "stop")
+    assert llm.tokenizer.end_ids(["<|im_start|>", "x"], vocab_size=257) == []  # such a model cannot make it
+
+
 def test_all_end_tokens_count(folder):
     """Only one id was honoured, the first of a list or the tokenizer's, so that chat models ran on and on."""
     llm = new_engine(folder)

@@ -95,6 +95,12 @@ class PieceTokenizer:
     def __init__(self, pieces: Sequence[str | bytes]):
         self.pieces = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
 
+    def has_text(self, token_id: int) -> bool:
+        return token_id < len(self.pieces)
+
+    def end_ids(self, stop: Sequence[str], vocab_size: int) -> list[int]:
+        return []
+
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(self.pieces[i] for i in ids if i < len(self.pieces)).decode("utf-8", errors="replace")
 

@@ -62,6 +62,14 @@ def test_shards_are_read_like_one_file(folder, index):
     assert greedy(load(folder), IDS, 8) == tokens
 
 
+def test_one_whole_file_comes_before_an_index(folder):
+    """An index was left over from before the shards were joined; transformers does not look at it either."""
+    tokens = greedy(load(folder), IDS, 8)
+    weight_map = {"lm_head.weight": "model-00001-of-00012.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert greedy(load(folder), IDS, 8) == tokens
+
+
 def test_only_the_files_of_the_index_are_read(folder):
     """Published folders hold the weights a second time, in another naming (consolidated.safetensors)."""
     tokens = greedy(load(folder), IDS, 8)
@@ -72,13 +80,23 @@ def test_only_the_files_of_the_index_are_read(folder):
 
 @pytest.mark.parametrize("in_file", [True, False])
 def test_tied_head_with_and_without_its_own_copy(tmp_path, in_file):
-    """Tied means that the embedding is the head; a copy in the file, even a stale one, changes nothing."""
+    """Tied means that the embedding is the head; a copy of it in the file changes nothing."""
     folder = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
     model = reference_model(folder)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     if in_file:
-        rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(128, 64)}))
+        rewrite(
+            folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+        )
     assert_same_logits(load(folder), model, IDS, n=4)
+
+
+def test_tied_head_that_differs(tmp_path):
+    """Some would take the one, some the other, and both write fluent text: transformers 4 and 5 did."""
+    folder = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(128, 64)}))
+    with pytest.raises(ValueError, match=r"differs from embed_tokens\.weight, but tie_word_embeddings is true"):
+        load(folder)
 
 
 def test_old_buffers_are_passed_over(folder):
@@ -165,6 +183,8 @@ def whole(tmp_path_factory):
 def test_damaged_json_is_named(whole, tmp_path, name, text):
     """ "Expecting value: line 1 column 1 (char 0)": of which of the six files?"""
     folder = shutil.copytree(whole, tmp_path / "copy")
+    if "index" in name:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=re.escape(str(folder / name)) + " (is no complete JSON file|holds)"):
         load(folder)
@@ -173,6 +193,7 @@ def test_damaged_json_is_named(whole, tmp_path, name, text):
 @pytest.mark.parametrize("weight_map", [None, [], {"lm_head.weight": 3}])
 def test_index_without_file_names(whole, tmp_path, weight_map):
     folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"index\.json: weight_map=.*expected an object"):
         load(folder)
@@ -228,6 +249,40 @@ def test_folder_without_safetensors(folder):
 def test_folder_that_is_no_model(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         load(tmp_path)
+
+
+TEXT = "hello world, 你好\n  x"
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "Qwen2Tokenizer", None])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_tokenizer_json_says_it_all(tmp_path, family, name):
+    """The class that config files name built another tokenizer from the same vocabulary, and all spaces were lost."""
+    folder = make_checkpoint(tmp_path / "model", family, vocab_size=259)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(tokenizer_class=name)))
+    tokenizer = load(folder).tokenizer
+    assert tokenizer.encode(TEXT) == list(TEXT.encode())
+    assert tokenizer.decode(TEXT.encode()) == TEXT
+
+
+def test_no_code_of_the_folder_is_run(folder):
+    """Whoever gives a folder does not say that what is in it may run; a question on the terminal waits for 15 s."""
+    file = folder / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": ["tok.Mine", None]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(auto_map=auto_map, tokenizer_class="Mine")))
+    (folder / "tok.py").write_text("raise SystemExit('code of the folder ran')\n")
+    script = f"from {PACKAGE} import LLM; LLM({str(folder)!r}, device='cpu')"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, input="y\n", capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "custom code" not in run.stdout + run.stderr
+
+
+def test_half_a_tokenizer(folder):
+    """Its config without its vocabulary made a tokenizer that knows no word."""
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="no tokenizer files"):
+        load(folder)
 
 
 def test_folder_without_tokenizer(folder):

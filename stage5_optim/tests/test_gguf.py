@@ -95,6 +95,16 @@ def write_gguf(folder: Path, path: Path, quantise: Type | None = None, extra=Non
     return path
 
 
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_texts_begin_with_bos_where_the_file_says_so(add_bos, tmp_path):
+    """Llama 3 needs it; transformers passes over the word of the file."""
+    folder = make_checkpoint(tmp_path / "hf", "llama")
+    path = write_gguf(folder, tmp_path / "model.GGUF", extra=lambda writer: writer.add_add_bos_token(add_bos))
+    tokenizer = LLM(str(path), device="cpu").tokenizer
+    assert tokenizer.encode("Hi") == [BOS] * add_bos + [*b"Hi"]
+    assert tokenizer.encode("<|endoftext|>Hi") == [BOS, *b"Hi"]
+
+
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS)
 def test_tensors_and_logits_are_those_of_the_folder(family, overrides, tmp_path):
     """Rotary order (4 query heads, 2 KV heads), rope base, head_dim, tied head and end token all come from the file."""

@@ -49,12 +49,11 @@ def test_every_function_has_both_versions():
         assert ours.co_varnames[: len(arguments)] == arguments
 
 
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("k", [64, 576, 1024, 1536, 2048, 3072, 9728, 12288])
 @pytest.mark.parametrize("n", [5, 1024, 4096, 151936])
-def test_gemv_loads_16_bytes_per_thread(n, k, itemsize, gated):
-    config = kernels.gemv_config(n, k, itemsize, gated)
+def test_gemv_loads_16_bytes_per_thread(n, k, itemsize):
+    config = kernels.gemv_config(n, k, itemsize)
     assert config["BLOCK_K"] * itemsize in (config["num_warps"] * 32 * 16, config["num_warps"] * 32 * 32)
     assert config["BLOCK_K"].bit_count() == config["BLOCK_N"].bit_count() == 1
 

@@ -474,3 +474,21 @@ def test_every_kind_of_damage_is_noticed(damage):
     with pytest.raises(IntegrityError, match="cached"):
         manager.check_integrity()
     assert len(whole) == 3
+
+
+def test_a_twin_takes_over():
+    """The same content in two blocks: when the first was taken for something else, the second could not be found, nor
+    anything behind it, though somebody still held it."""
+    cache, tokens = PrefixCache(B), A_PROMPT[: 2 * B]
+    hashes = hashes_of(tokens)
+    first = cache.publish(None, hashes[0], tokens[:B], 1)
+    assert cache.publish(None, hashes[0], tokens[:B], 5) is first
+    cache.publish(first, hashes[1], tokens[B:], 2)
+    cache.check()
+    assert [known.block for known in cache.find(hashes, tokens, 2)] == [1, 2]
+    cache.evict(1)
+    cache.check()
+    assert [known.block for known in cache.find(hashes, tokens, 2)] == [5, 2]
+    cache.evict(5)
+    cache.check()
+    assert cache.find(hashes, tokens, 2) == [] and not cache.holds(5) and cache.holds(2)

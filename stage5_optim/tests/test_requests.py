@@ -124,6 +124,36 @@ def test_streams_advance_together(llm):
     assert llm.metrics.steps == 12
 
 
+def test_a_stream_that_another_one_cut_short_says_so(monkeypatch):
+    """Its text ended as if it were whole, when the step of somebody else had failed."""
+    llm = new_engine(max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    first, second = llm.stream([9, 8], params), llm.stream([7, 7], params)
+    next(first)
+
+    def fails(hidden):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner.model, "compute_logits", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            list(second)
+    with pytest.raises(RuntimeError, match="shared with others failed") as found:
+        list(first)
+    assert "out of memory" in str(found.value.__cause__)
+    assert llm.generate([[9, 8]], params, use_tqdm=False)[0].finished
+
+
+def test_a_long_queue_is_not_looked_through_in_every_step(monkeypatch):
+    """Whoever waits cannot have ended: with 20,000 prompts looking at all of them took longer than the step."""
+    llm, asked = new_engine(max_num_seqs=2), []
+    serves = llm._serves
+    monkeypatch.setattr(llm, "_serves", lambda request: asked.append(request) or serves(request))
+    outputs = llm.generate([[i] for i in range(60)], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert all(output.finished for output in outputs)
+    assert len(asked) <= 2 * llm.metrics.steps + 2 * len(outputs)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_error_in_a_step_frees_what_it_held(policy, error, monkeypatch):

@@ -44,3 +44,24 @@ def test_threads_get_what_they_would_get_alone(often):
             assert not thread.is_alive(), "somebody waits for ever"
         assert found == {i: one.text if i % 3 == 0 else one.token_ids for i, one in enumerate(expected)}
         assert llm.generate([PROMPTS[5]], PARAMS[5], use_tqdm=False)[0].outputs[0].token_ids == expected[5].token_ids
+
+
+def test_streams_of_many_threads_lose_no_text(often):
+    """Text is decoded when it is read, and another thread's step adds to it: what came in between was lost."""
+    sys.setswitchinterval(1e-5)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    prompts = [[i + 1, i + 2, i + 3] for i in range(8)]
+    with new_engine(max_model_len=64) as llm:
+        expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+        found: dict[int, str] = {}
+
+        def serve(first: int) -> None:
+            for i in range(first, len(prompts), 4):
+                found[i] = "".join(llm.stream(prompts[i], params))
+
+        threads = [threading.Thread(target=serve, args=(first,), daemon=True) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert found == dict(enumerate(expected))
