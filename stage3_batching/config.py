@@ -69,7 +69,7 @@ class EngineConfig:
 
     def __post_init__(self):
         if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id")
+            raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id, as text")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype={self.dtype!r}: expected one of auto, {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "dummy"):

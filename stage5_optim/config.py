@@ -95,7 +95,7 @@ class EngineConfig:
 
     def __post_init__(self):
         if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id")
+            raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id, as text")
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))

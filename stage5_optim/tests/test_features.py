@@ -56,7 +56,7 @@ WHY_NOT_FUSED = {
     "large heads": "not 264",
 }
 CPU_GOES_ROUND = "from sequence to sequence on the CPU"
-WRITES_EVERYWHERE = "also to the -1 of padding rows"
+WRITES_EVERYWHERE = "the padding rows, whose slot is -1"
 
 
 @pytest.mark.parametrize("machine", MACHINES)
