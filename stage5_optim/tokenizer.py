@@ -35,6 +35,10 @@ class Tokenizer:
             for file in sorted(Path(folder).glob("*token*.json")):
                 read_json(file)
             raise ValueError(f"{folder}: its tokenizer cannot be read: {error}") from error
+        added = self.hf.added_tokens_decoder.items()
+        self.special_ids = {token.content: token_id for token_id, token in added if token.special}
+        self._ids_with_text = set(self.hf.get_vocab().values()) - set(self.special_ids.values())
+        self._adds_bos = self.hf.bos_token_id is not None and self.hf.encode("")[:1] == [self.hf.bos_token_id]
 
     @cached_property
     def has_byte_fallback(self) -> bool:
@@ -44,15 +48,6 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self.hf.eos_token_id
-
-    @cached_property
-    def special_ids(self) -> dict[str, int]:
-        """Text -> id of the special tokens, which `decode` leaves out."""
-        return {token.content: token_id for token_id, token in self.hf.added_tokens_decoder.items() if token.special}
-
-    @cached_property
-    def _ids_with_text(self) -> set[int]:
-        return set(self.hf.get_vocab().values()) - set(self.special_ids.values())
 
     def end_ids(self, stop: Iterable[str], vocab_size: int) -> list[int]:
         """Ids of the stop strings that are special tokens: the text is without them, nobody would find them there."""
@@ -64,13 +59,12 @@ class Tokenizer:
         return token_id in self._ids_with_text
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. A BOS token is added if the tokenizer does so, never a second if the text has one."""
+        """Ids of a text. A BOS token is added if the tokenizer does so, but not if the text begins with one."""
         try:
             ids = self.hf.encode(text)
         except (TypeError, UnicodeError) as error:  # lone surrogates
             raise ValueError(f"the prompt {text[:40]!r} is not valid Unicode text: {error}") from None
-        bos = self.hf.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        return ids[1:] if self._adds_bos and ids[:2] == [self.hf.bos_token_id] * 2 else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens left out. Ids that the tokenizer does not know give nothing."""

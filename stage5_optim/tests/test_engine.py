@@ -217,6 +217,15 @@ def test_exactly_one_bos(with_bos):
         assert llm.generate(given, params, use_tqdm=False)[0].prompt_token_ids == given, "ids are taken as they are"
 
 
+def test_two_bos_that_a_user_writes_stay(tmp_path):
+    """Where the tokenizer adds none, none is too many: one of the user's own was dropped."""
+    folder = tiny_checkpoint(tmp_path)
+    edit_json(folder / "tokenizer_config.json", bos_token="<|endoftext|>")
+    llm = new_engine(folder)
+    assert llm.tokenizer.hf.bos_token_id == BOS
+    assert llm.tokenizer.encode("<|endoftext|><|endoftext|>hi") == [BOS, BOS, 104, 105]
+
+
 def test_empty_text_with_bos_is_a_prompt(with_bos):
     """With a BOS there is a token to begin from; without one, '' is refused."""
     output = with_bos.generate("", GREEDY8, use_tqdm=False)[0]
