@@ -78,6 +78,8 @@ class Follower:
 class DraftModel(Proposer):
     """Proposes what another model would write. `make_cache` must be called before it can."""
 
+    makes_all = True
+
     def __init__(self, config: EngineConfig, target: ModelConfig, resolved: Resolved, tokenizer: Tokenizer):
         files = zoo.locate(config.speculative.model, config.load_format)
         model_config = ModelConfig.from_hf(files.config)

@@ -126,6 +126,7 @@ class Proposer:
     """Who drafts. This one never does."""
 
     tokens_forwarded = 0  # through a draft model, since the start
+    makes_all = False  # that it is asked for, and works for each of them
 
     def propose(self, wanted: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         """Drafts for these sequences, at most so many each; who is left out gets none."""
@@ -227,8 +228,7 @@ class Speculator:
         num_tokens = sum(item.num_tokens for item in batch.scheduled)
         if self.most_rows is not None and num_tokens <= self.most_rows:  # else there is no graph for it in any case
             batch.left = min(batch.left, self.most_rows - num_tokens)
-        rooms = {item.seq: room for item in batch.scheduled if (room := self._room(item, batch)) > 0}
-        drafts = self.proposer.propose(rooms)
+        drafts = self.proposer.propose(self._rooms(batch))
         for i, item in enumerate(batch.scheduled):
             count = min(len(drafts.get(item.seq, ())), batch.left)
             count = self._grow(item.seq, count, batch) if count else 0
@@ -236,6 +236,15 @@ class Speculator:
                 chosen = drafts[item.seq][:count]
                 batch.scheduled[i] = replace(item, num_tokens=item.num_tokens + count, drafts=chosen)
                 batch.left -= count
+
+    def _rooms(self, batch: "Batch") -> dict[Sequence, int]:
+        """How many drafts to ask for. Together more than fit, unless each costs work: most texts get fewer."""
+        rooms, left = {}, batch.left
+        for item in batch.scheduled:
+            if (room := min(left, self._room(item, batch))) > 0:
+                rooms[item.seq] = room
+                left -= room * self.proposer.makes_all
+        return rooms
 
     def _room(self, item: "Scheduled", batch: "Batch") -> int:
         """Most drafts that could be of use. The step adds one token more than drafts are right, and that is the end."""

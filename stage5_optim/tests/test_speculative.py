@@ -795,6 +795,17 @@ def test_work_of_the_draft_model_by_hand(engine):
     assert m.draft_tokens_forwarded == 13
 
 
+def test_a_draft_model_is_not_asked_for_what_does_not_fit(engine):
+    """One row is left for drafts: the draft model made four for each of eight texts, and 31 of 32 went away."""
+    llm, asked = engine(ITSELF, max_num_seqs=8, max_num_batched_tokens=9), []
+    proposer = llm._pipeline.speculator.proposer
+    propose = proposer.propose
+    proposer.propose = lambda wanted: asked.append(sum(wanted.values())) or propose(wanted)
+    prompts = [[i, 1, 2] for i in range(8)]
+    llm.generate(prompts, SamplingParams(max_tokens=12, **GREEDY), use_tqdm=False)
+    assert sum(asked) == llm.metrics.drafted_tokens > 8
+
+
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("params", SAMPLED)
 def test_another_model_as_draft_changes_nothing(engine, solo, other, params, eager):
