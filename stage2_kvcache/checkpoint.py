@@ -102,9 +102,9 @@ def read_tensors(folder: Path, names: tuple[str, ...] = ()) -> Iterator[tuple[st
                     yield name, tensors.get_tensor(name)
 
 
-def _is_one_matrix(folder: Path) -> bool:
+def _is_one_matrix(folder: Path, dtype: torch.dtype) -> bool:
     """Whether a head that is stored though it is tied is the embedding indeed, as config.json says."""
-    pair = [tensor for _, tensor in read_tensors(folder, ("lm_head.weight", "model.embed_tokens.weight"))]
+    pair = [tensor.to(dtype) for _, tensor in read_tensors(folder, ("lm_head.weight", "model.embed_tokens.weight"))]
     return all(torch.equal(pair[0], tensor) for tensor in pair)
 
 
@@ -122,7 +122,7 @@ def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
             problems.append(f"unexpected: {name} {shape}")
         elif name in wanted and shape != wanted[name]:
             problems.append(f"shape of {name}: {shape}, expected {wanted[name]}")
-    if tied and not _is_one_matrix(folder):
+    if tied and "lm_head.weight" in found and not _is_one_matrix(folder, model.lm_head.weight.dtype):
         problems.append("lm_head.weight differs from embed_tokens.weight, but tie_word_embeddings is true; say false")
     if problems:
         raise ValueError(f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(problems))

@@ -132,6 +132,7 @@ class LLM:
                     bar.update(len(seqs) - len(left))
         finally:
             self._abort_all(seqs)  # only what an error or Ctrl-C left unfinished
+        self._raise_failure(seqs)
         return [seq.to_output() for seq in seqs]
 
     def stream(
@@ -164,8 +165,7 @@ class LLM:
                         piece, sent[i] = text[sent[i] :], len(text)
                         yield (i, piece) if len(seqs) > 1 else piece
                 if not any(served):
-                    for failure in [seq.failure for seq in seqs if seq.failure]:
-                        raise RuntimeError("a step that this request shared with others failed") from failure
+                    self._raise_failure(seqs)
                     return
                 self._step_for_others()
         finally:
@@ -229,9 +229,7 @@ class LLM:
             if batch:
                 self._postprocess(batch, self.model_runner.run(batch), start, scheduled)
             self._undelivered += self._retire()
-        except (
-            BaseException
-        ) as error:  # Ctrl-C too, between any two lines: what the step held must not stay behind, half done
+        except BaseException as error:  # Ctrl-C too, in any line: what the step held must not stay behind, half done
             self._is_driving = False
             self.scheduler.recount()
             lost = [seq for seq in self._requests.values() if not self.scheduler.holds(seq)]
@@ -287,10 +285,17 @@ class LLM:
         most = self.scheduler_config.max_num_seqs  # first come, first served: no others can have ended
         return [one for one in requests[:most] if self._serves(one)] + requests[most:]
 
-    def _abort_all(self, seqs: list[Sequence], failure: BaseException | None = None) -> None:
+    def _raise_failure(self, requests: list) -> None:
+        for failure in [one.failure for one in requests if one.failure]:
+            raise RuntimeError(f"a step that this request shared with others failed: {failure}")
+
+    def _abort_all(self, seqs: list[Sequence], error: BaseException | None = None) -> None:
         for seq in seqs:
             if self._serves(seq):
-                seq.failure = failure
+                if (
+                    error is not None and not seq.is_finished
+                ):  # its text: the error itself holds the tensors of the step
+                    seq.failure = f"{type(error).__name__}: {error}"
                 self.abort_request(seq.request_id)
 
     def _check_open(self) -> None:

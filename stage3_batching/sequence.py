@@ -103,7 +103,7 @@ class Sequence:
         self.slot: int | None = None  # of the KV cache, while it runs
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
-        self.failure: BaseException | None = None  # the error of a step that ended it
+        self.failure = ""  # the error of a step that ended it
         self._detokenizer = detokenizer
 
     @property

@@ -154,6 +154,7 @@ class LLM:
                     bar.update(len(groups) - len(left))
         finally:
             self._abort_all(groups)  # only what an error or Ctrl-C left unfinished
+        self._raise_failure(groups)
         return [group.to_output() for group in groups]
 
     def stream(
@@ -188,8 +189,7 @@ class LLM:
                         piece, sent[i] = text[sent[i] :], len(text)
                         yield (i, piece) if len(seqs) > 1 else piece
                 if not any(served):
-                    for failure in [group.failure for group in groups if group.failure]:
-                        raise RuntimeError("a step that this request shared with others failed") from failure
+                    self._raise_failure(groups)
                     return
                 self._step_for_others()
         finally:
@@ -309,10 +309,17 @@ class LLM:
         most = self.scheduler_config.max_num_seqs  # first come, first served: no others can have ended
         return [one for one in requests[:most] if self._serves(one)] + requests[most:]
 
-    def _abort_all(self, groups: list[SequenceGroup], failure: BaseException | None = None) -> None:
+    def _raise_failure(self, requests: list) -> None:
+        for failure in [one.failure for one in requests if one.failure]:
+            raise RuntimeError(f"a step that this request shared with others failed: {failure}")
+
+    def _abort_all(self, groups: list[SequenceGroup], error: BaseException | None = None) -> None:
         for group in groups:
             if self._serves(group):
-                group.failure = failure
+                if (
+                    error is not None and not group.is_finished
+                ):  # its text: the error itself holds the tensors of the step
+                    group.failure = f"{type(error).__name__}: {error}"
                 self.abort_request(group.request_id)
 
     def _check_open(self) -> None:

@@ -220,7 +220,7 @@ class SequenceGroup:
         self.request_id = seqs[0].request_id
         self.seqs = seqs
         self.is_forked = len(seqs) == 1
-        self.failure: BaseException | None = None  # the error of a step that ended it
+        self.failure = ""  # the error of a step that ended it
 
     @property
     def unfinished(self) -> list[Sequence]:

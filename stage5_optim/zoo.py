@@ -166,7 +166,7 @@ def convert_gguf(path: Path) -> Path:
         edges = file.read(1 << 20)
         file.seek(max(path.stat().st_size - (1 << 20), 0))
         edges += file.read()
-    digest = hashlib.sha256(f"{path.name} {path.stat().st_size}".encode() + edges).hexdigest()[:12]
+    digest = hashlib.sha256(f"v2 {path.name} {path.stat().st_size}".encode() + edges).hexdigest()[:12]
     return _built_once(f"{path.stem}-{digest}", lambda folder: _convert_gguf(path, folder))
 
 
@@ -205,12 +205,15 @@ def _add_bos(tokenizer: object, reader: "gguf.GGUFReader") -> None:
     """Texts begin with BOS where the file says so; transformers passes over it for most kinds of tokenizers."""
     from tokenizers.processors import TemplateProcessing
 
-    wanted, bos = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "bos_token_id"))
-    if not (wanted and wanted.contents() and bos) or tokenizer.encode("a")[:1] == [bos.contents()]:
-        return
-    text = tokenizer.convert_ids_to_tokens(bos.contents())
-    template = TemplateProcessing(single=[text, "$A"], special_tokens=[(text, bos.contents())])
-    tokenizer.backend_tokenizer.post_processor = template
+    names = ("add_bos_token", "bos_token_id", "model", "pre")
+    fields = (reader.get_field(f"tokenizer.ggml.{name}") for name in names)
+    wanted, bos, model, pre = (field.contents() if field else None for field in fields)
+    if wanted is None:  # what llama.cpp then does
+        wanted = model == "llama" or pre in ("llama3", "llama-v3", "llama-bpe")
+    if wanted and bos is not None and tokenizer.encode("a")[:1] != [bos]:
+        text = tokenizer.convert_ids_to_tokens(bos)
+        template = TemplateProcessing(single=[text, "$A"], special_tokens=[(text, bos)])
+        tokenizer.backend_tokenizer.post_processor = template
 
 
 def _read_gguf(path: Path) -> "tuple[gguf.GGUFReader, str]":

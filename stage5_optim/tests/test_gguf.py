@@ -95,11 +95,20 @@ def write_gguf(folder: Path, path: Path, quantise: Type | None = None, extra=Non
     return path
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-def test_texts_begin_with_bos_where_the_file_says_so(add_bos, tmp_path):
-    """Llama 3 needs it; transformers passes over the word of the file."""
+@pytest.mark.parametrize(
+    ("extra", "add_bos"),
+    [
+        (lambda writer: writer.add_add_bos_token(True), True),
+        (lambda writer: writer.add_add_bos_token(False), False),
+        (lambda writer: writer.add_tokenizer_pre("llama-bpe"), True),
+        (lambda writer: None, False),
+    ],
+    ids=["true", "false", "llama-bpe", "nothing said"],
+)
+def test_texts_begin_with_bos_where_the_file_says_so(extra, add_bos, tmp_path):
+    """Llama 3 needs it; transformers passes over the word of the file. Old files say only what kind they are."""
     folder = make_checkpoint(tmp_path / "hf", "llama")
-    path = write_gguf(folder, tmp_path / "model.GGUF", extra=lambda writer: writer.add_add_bos_token(add_bos))
+    path = write_gguf(folder, tmp_path / "model.GGUF", extra=extra)
     tokenizer = LLM(str(path), device="cpu").tokenizer
     assert tokenizer.encode("Hi") == [BOS] * add_bos + [*b"Hi"]
     assert tokenizer.encode("<|endoftext|>Hi") == [BOS, *b"Hi"]
