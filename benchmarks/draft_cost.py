@@ -32,6 +32,7 @@ class WrongProposer:
     """Drafts as many tokens as it may, each of them wrong as good as always: a fixed id that no run has made."""
 
     tokens_forwarded = 0
+    makes_all = False
 
     def __init__(self, token_id: int):
         self.token_id = token_id

@@ -292,9 +292,8 @@ class LLM:
     def _abort_all(self, seqs: list[Sequence], error: BaseException | None = None) -> None:
         for seq in seqs:
             if self._serves(seq):
-                if (
-                    error is not None and not seq.is_finished
-                ):  # its text: the error itself holds the tensors of the step
+                if error is not None and not seq.is_finished:
+                    # Its text: the error itself holds the tensors of the step.
                     seq.failure = f"{type(error).__name__}: {error}"
                 self.abort_request(seq.request_id)
 

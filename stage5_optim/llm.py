@@ -293,9 +293,8 @@ class LLM:
     def _abort_all(self, groups: list[SequenceGroup], error: BaseException | None = None) -> None:
         for group in groups:
             if self._serves(group):
-                if (
-                    error is not None and not group.is_finished
-                ):  # its text: the error itself holds the tensors of the step
+                if error is not None and not group.is_finished:
+                    # Its text: the error itself holds the tensors of the step.
                     group.failure = f"{type(error).__name__}: {error}"
                 self.abort_request(group.request_id)
 

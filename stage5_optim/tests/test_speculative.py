@@ -893,6 +893,17 @@ def test_no_draft_costs_anybody_his_blocks(engine, solo):
     assert llm.metrics.preemptions == 0 < llm.metrics.accepted_tokens
 
 
+def test_right_drafts_that_find_no_blocks(engine, solo):
+    """The draft model has then computed all that is known, and must go back by one token to have something to say."""
+    llm, asked = engine(SpeculativeConfig(model="tiny", num_tokens=5), num_kv_blocks=9, watermark=0.0), []
+    propose = llm._pipeline.speculator.proposer.propose
+    llm._pipeline.speculator.proposer.propose = lambda wanted: asked.extend(wanted.values()) or propose(wanted)
+    params = dict(max_tokens=20, **GREEDY)
+    outputs = llm.generate([some_prompt(6), some_prompt(7)], SamplingParams(**params), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [solo.tokens(some_prompt(n), **params) for n in (6, 7)]
+    assert sum(asked) > llm.metrics.drafted_tokens == llm.metrics.accepted_tokens > 0
+
+
 def test_few_blocks_few_drafts(engine):
     """One free slot in its last block and one free block of 4: of 7 drafts there is room for 5."""
     llm = engine(SpeculativeConfig(method="ngram", num_tokens=7), num_kv_blocks=4)
