@@ -117,7 +117,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids). Outputs come in the order of the prompts.
 
-        Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
+        Raises ValueError, before anything runs, if any prompt or parameter cannot be served, and RuntimeError if a step
+        of another thread failed that computed for one of these, too.
         """
         seqs: list = []
         try:

@@ -19,7 +19,10 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character 
 
 
 class Tokenizer:
-    """The Hugging Face tokenizer of a model folder, behind the four calls that the engine needs."""
+    """The Hugging Face tokenizer of a model folder, behind the calls that the engine needs.
+
+    special_ids: text -> id of the special tokens, which `decode` leaves out.
+    """
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # imported late: it takes seconds
