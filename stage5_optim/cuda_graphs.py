@@ -36,6 +36,8 @@ MAX_DRAFT_ROWS = 512
 LAUNCHES_PER_LAYER = 10
 BYTES_PER_LAUNCH = 16384
 
+Step = Callable[[StepInputs], torch.Tensor]
+
 
 def graph_sizes(max_num_seqs: int, rows_per_seq: int = 1) -> list[int]:
     """1, 2, 4, 8, then every 8th up to 64 and every 16th above: at most 15 of 16 rows short of full. The last is
@@ -59,24 +61,25 @@ def graph_memory(config: ModelConfig, sizes: list[int], width: int) -> int:
 class DecodeGraphs:
     """Graphs of `step`, a function of StepInputs in which every row is a token by itself, by the number of rows.
 
-    width: blocks that a table row may have. max_model_len: kernels cut their work for contexts of up to that.
+    width: blocks that a table row may have. max_model_len: kernels cut their work for contexts of up to that. `step` is
+    recorded and not kept: it belongs to the runner that keeps these graphs, and two that hold each other stay, with all
+    their memory, until Python's collector comes by.
     """
 
     def __init__(
         self,
-        step: Callable[[StepInputs], torch.Tensor],
+        step: Step,
         sizes: list[int],
         width: int,
         max_model_len: int,
         device: torch.device,
     ):
         self.sizes = sizes
-        self._step = step
         self._memory = {size: GraphInputs(size, width, max_model_len, device) for size in sizes}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         if device.type == "cuda":
-            self._capture_all()
+            self._capture_all(step)
 
     def fit(self, num_rows: int) -> int | None:
         """The smallest size with room for so many rows. None if there is none."""
@@ -94,22 +97,22 @@ class DecodeGraphs:
         metadata = replace(memory.inputs.metadata, seq_lens=arrays["seq_lens"].tolist())  # attention asks the host too
         return replace(memory.inputs, metadata=metadata)
 
-    def replay(self, size: int, inputs: StepInputs) -> torch.Tensor:
+    def replay(self, size: int, inputs: StepInputs, step: Step) -> torch.Tensor:
         """Run the step of that size on what `prepare` has sent. Its result is valid until the next replay."""
         if not self._graphs:
-            return self._step(inputs)
+            return step(inputs)
         self._graphs[size].replay()
         return self._outputs[size]
 
-    def _capture_all(self) -> None:
+    def _capture_all(self, step: Step) -> None:
         pool = torch.cuda.graph_pool_handle()
         for size in tqdm(sorted(self.sizes, reverse=True), desc="CUDA graphs", leave=False, delay=1):
             inputs = self._memory[size].inputs  # nothing but padding rows
-            self._step(inputs)  # kernels are compiled and libraries set up outside of the recording
+            step(inputs)  # kernels are compiled and libraries set up outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has threads of its own
-                self._outputs[size] = self._step(inputs)
+                self._outputs[size] = step(inputs)
             self._graphs[size] = graph
 
 

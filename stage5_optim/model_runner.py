@@ -87,13 +87,13 @@ class ModelRunner:
         max_num_seqs: int = 256,
         ranks: OneRank | None = None,
     ):
+        self.graphs: DecodeGraphs | None = None  # first of all: they go before the ranks, whose sums they contain
         self.model = model
         self.kv_cache = kv_cache
         self.device = device
         self.tokenizer = tokenizer
         self.ops = ops
         self.ranks = ranks or OneRank()
-        self.graphs: DecodeGraphs | None = None
         self._logits: torch.Tensor | None = None  # what graphs write them to
         self._all_reduces_of_graph = 0  # that happen in a replay without any call
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # by row of the last step
@@ -188,7 +188,7 @@ class ModelRunner:
         if plan.size is None:
             return self.forward(inputs)
         self.ranks.all_reduces += self._all_reduces_of_graph
-        return self.graphs.replay(plan.size, inputs)
+        return self.graphs.replay(plan.size, inputs, self.decode)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab]: only the last tokens' successors are unknown."""

@@ -169,6 +169,21 @@ def test_close_gives_the_pool_back():
     assert llm.block_manager.num_free_blocks == 8
 
 
+def test_an_engine_that_nobody_holds_gives_the_pool_back():
+    """Without `close`, and at once: what holds itself in a circle stays until Python's collector happens to come by,
+    and until then the next engine finds the memory taken."""
+    llm = new_engine(preemption_mode="swap", num_swap_blocks=4, num_kv_blocks=8, trace_blocks=True)
+    llm.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=9), use_tqdm=False)
+    cache = llm.model_runner.kv_cache
+    held = [weakref.ref(cache), weakref.ref(cache.data), weakref.ref(cache.host)]
+    gc.disable()
+    try:
+        del cache, llm
+        assert [one() for one in held] == [None] * 3
+    finally:
+        gc.enable()
+
+
 NEIGHBOUR = """
 import torch
 free, total = torch.cuda.mem_get_info()

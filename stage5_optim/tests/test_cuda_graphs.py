@@ -4,6 +4,8 @@ On a CPU the padded steps run without a recording, which shows whether padding r
 is compared with the same step run as it is.
 """
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from ..cuda_graphs import DecodeGraphs, GraphInputs, graph_sizes
 from ..model_runner import ModelRunner
 from ..sampling import sample
 from ..sequence import Sequence
+from ..speculative import SpeculativeConfig
 from ..staging import TableRows
 from ..step_inputs import StepInputs, StepPlan, count_pairs, empty_arrays, fill_rows, last_rows, plan_step
 from .helpers import make_checkpoint
@@ -267,7 +270,7 @@ def test_what_is_recorded_and_what_a_replay_reads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "the pool")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     graphs, tables = DecodeGraphs(step, graph_sizes(20), 8, 64, CPU), TableRows()
-    graphs._capture_all()
+    graphs._capture_all(step)
     assert calls == [(size, recorded) for size in reversed(graphs.sizes) for recorded in (False, True)]
     calls.clear()
     for size in [*graphs.sizes, *reversed(graphs.sizes)]:
@@ -277,7 +280,7 @@ def test_what_is_recorded_and_what_a_replay_reads(monkeypatch):
             wanted = [1000 * p + 10 * (p + 1) for item in items for p in tokens_of(item)]
             blocks = [item.block_table[0] for item in items for _ in tokens_of(item)]
             wanted = [number + block for number, block in zip(wanted, blocks, strict=True)]
-            assert graphs.replay(size, inputs).tolist()[: len(wanted)] == wanted
+            assert graphs.replay(size, inputs, step).tolist()[: len(wanted)] == wanted
     assert not calls
 
 
@@ -426,6 +429,22 @@ def test_a_placeholder_names_the_row_of_the_last_token(engine, monkeypatch):
         while llm.has_unfinished_requests():
             llm.step()
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("speculative", [None, SpeculativeConfig(model="tiny")])
+def test_graphs_and_their_runner_do_not_hold_each_other(speculative):
+    """An engine that nobody holds is gone at once, without `close` and without Python's collector: the next one needs
+    its memory."""
+    llm = new_engine(enforce_eager=False, async_scheduling=speculative is None, speculative=speculative)
+    assert len(tokens(llm, [[1, 2, 3]], SamplingParams(**GREEDY, max_tokens=9))[0]) == 9
+    assert llm.metrics.graph_replays
+    held = [weakref.ref(llm), weakref.ref(llm.model_runner), weakref.ref(llm.model_runner.kv_cache.data)]
+    gc.disable()
+    try:
+        del llm
+        assert [one() for one in held] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_no_graphs_no_replays(engine):
