@@ -66,12 +66,13 @@ def draw_speed(document: dict, path: Path | None = None) -> Figure:
 
 
 def draw_ablation(document: dict, path: Path | None = None) -> Figure:
-    """What is lost without each thing: time of a token alone, tokens per second of many."""
+    """What is lost without each thing, and gained with one more: time of a token alone, tokens per second of many. Grey
+    is a row in which something is off."""
     units = {
         "one": ("ms_per_step", "ms per token", "{:.2f}"),
         "many": ("tokens_per_second", "new tokens per second", "{:,.0f}"),
     }
-    colours = [OPTIM if row["name"] in ("all on", "with prefix caching") else GREY for row in document["rows"]]
+    colours = [OPTIM if all(row["features"].values()) else GREY for row in document["rows"]]
     return _of_workloads(document, path, units, colours)
 
 
