@@ -89,9 +89,10 @@ def report(llm: LLM, pieces) -> None:
         pass
     seconds = time.perf_counter() - start
     counters = llm.metrics.counters()
+    num_tokens = counters["decode_tokens"] + (first is not None)  # the last one was never fed; a long prompt took steps
     show("\n")
     print(
-        f"\n{seconds:.2f} s, {counters['steps'] / seconds:.1f} tokens/s, first text after {first or 0:.2f} s",
+        f"\n{seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s, first text after {first or 0:.2f} s",
         file=sys.stderr,
     )
     print("  ".join(f"{name} {value:,}" for name, value in counters.items()), file=sys.stderr)

@@ -4,13 +4,14 @@ A prompt of p tokens and m new ones: p + m - 1 tokens, whoever else is in the sa
 """
 
 import json
-from itertools import pairwise
+from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .. import SamplingParams, metrics
+from .. import SamplingParams, __main__, metrics
 from ..config import SchedulerConfig
 from ..kv_cache import SlotAllocator
 from ..scheduler import Scheduler
@@ -264,3 +265,11 @@ def test_a_step_that_fails_is_not_counted(error, monkeypatch):
     with pytest.raises(error):
         run(llm, (3, 2))
     assert llm.metrics.counters() == add_up([]) and llm.metrics.trace == []
+
+
+def test_the_command_line_counts_tokens_and_not_steps(monkeypatch, capsys):
+    """A prompt of 30 tokens in pieces of 8 takes four steps before there is a token."""
+    llm = new_engine(max_num_batched_tokens=8, max_num_seqs=8)
+    monkeypatch.setattr(__main__, "time", SimpleNamespace(perf_counter=count().__next__))  # 2 seconds in all
+    __main__.report(llm, llm.stream([7] * 30, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    assert "2.00 s, 4.5 tokens/s, first text after 1.00 s" in capsys.readouterr().err
