@@ -123,9 +123,11 @@ def _too_many(num_blocks: int, size: int, room: int) -> str:
 def _too_few(config: EngineConfig, resolved: Resolved, least: int, size: int, room: int) -> str:
     is_cpu = resolved.device.type == "cpu"
     share = "half of what is free" if is_cpu else f"gpu_memory_utilization={config.gpu_memory_utilization}"
+    room = max(room, 0)
     return (
-        f"there is room for {max(room // size, 0)} KV blocks of {size / 2**20:.2f} MiB ({_gib(room)}, {share}), but "
-        f"one sequence of max_model_len={resolved.max_model_len} needs {least}; lower max_model_len or give more memory"
+        f"there is room for {room // size} KV blocks of {size / 2**20:.2f} MiB ({_gib(room)}, {share}), but one sequence "
+        f"of max_model_len={resolved.max_model_len} needs {least}; lower max_model_len or give more memory, such as that "
+        "of another engine in this process: close() it"
     )
 
 
