@@ -69,6 +69,7 @@ class LLM:
             ids.append(self.tokenizer.eos_token_id)
         return tuple(i for i in dict.fromkeys(ids) if 0 <= i < self.model_config.vocab_size)
 
+    @checkpoint.keeps_nothing_on_error
     def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
         attend, resolved = BACKENDS[self.resolved.attention_backend], self.resolved
         seed = self.config.seed or 0

@@ -82,7 +82,10 @@ def plan_slots(config: ModelConfig, requested: int | None, resolved: Resolved) -
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    torch.cuda.empty_cache()  # what torch keeps for later is free too, and no part of what a step needs
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def resolve_num_slots(requested: int | None, slot_bytes: int, device: torch.device) -> int:

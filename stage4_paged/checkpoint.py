@@ -5,6 +5,9 @@ never holds a second copy of the model. Names must match exactly: a tensor that 
 shape is an error with its name, because a model with one wrong matrix still writes fluent nonsense.
 """
 
+import functools
+import gc
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +36,9 @@ def build_model(
     """
     if weights is not None:
         check_names(empty_model(config), weights, config.tie_word_embeddings)
+    if device.type == "cuda":  # what a dropped engine has left to torch: the weights would settle in pieces of it
+        gc.collect()
+        torch.cuda.empty_cache()
     with torch.device(device):
         model = CausalLM(config, attend, max_model_len)
     if weights is None:
@@ -42,6 +48,24 @@ def build_model(
     if device.type == "cpu" and config.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         pack_linears(model)
     return model.eval()
+
+
+def keeps_nothing_on_error(build: Callable) -> Callable:
+    """A decorator. A notebook keeps its last error, which keeps the variables of all functions that it went through:
+    weights, of which the next attempt would have to hold a second copy. So these variables are dropped."""
+
+    @functools.wraps(build)
+    def wrapped(*args):
+        try:
+            return build(*args)
+        except BaseException as error:
+            behind = error
+            while behind is not None:
+                traceback.clear_frames(behind.__traceback__)
+                behind = behind.__cause__
+            raise
+
+    return wrapped
 
 
 class PackedLinear(nn.Module):

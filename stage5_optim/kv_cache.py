@@ -97,7 +97,10 @@ class KVCache:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    torch.cuda.empty_cache()  # what torch keeps for later is free too, and no part of what a step needs
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def kv_room(total: int, free: int, own: int, peak: int, utilization: float) -> int:
@@ -145,9 +148,9 @@ def _too_few(config: EngineConfig, resolved: Resolved, least: int, size: int, ro
     share = "half of what is free" if is_cpu else f"gpu_memory_utilization={config.gpu_memory_utilization}"
     room = max(room, 0)
     return (
-        f"there is room for {room // size} KV blocks of {size / 2**20:.2f} MiB ({_gib(room)}, {share}), but one sequence "
-        f"of max_model_len={resolved.max_model_len} needs {least}; lower max_model_len or give more memory, such as that "
-        "of another engine in this process: close() it"
+        f"there is room for {room // size} KV blocks of {size / 2**20:.2f} MiB ({_gib(room)}, {share}), but one "
+        f"sequence of max_model_len={resolved.max_model_len} needs {least}; lower max_model_len or give more memory, "
+        "such as that of another engine in this process: close() it"
     )
 
 

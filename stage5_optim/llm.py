@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from . import zoo
+from . import checkpoint, zoo
 from .attention import choose_backend, choose_block_size
 from .block_manager import BlockManager
 from .config import (
@@ -84,6 +84,7 @@ class LLM:
         max_model_len = resolve_max_model_len(self.config.max_model_len, model_config)
         return Resolved(device, dtype, backend, reason, max_model_len, block_size, kv_dtype)
 
+    @checkpoint.keeps_nothing_on_error
     def _build_runner(self, files: zoo.ModelFiles) -> ModelRunner:
         config, resolved = self.config, self.resolved
         num_seqs = config.max_num_seqs or (32 if resolved.device.type == "cpu" else 256)

@@ -115,7 +115,8 @@ def pack(linears: list[Linear]) -> Linear:
     """One Linear whose outputs are theirs, end to end. They must not be used any more."""
     out_features, in_features = sum(len(one.weight) for one in linears), linears[0].weight.shape[1]
     has_bias = linears[0].bias is not None
-    packed = Linear(in_features, out_features, has_bias, linears[0].weight.dtype).to(linears[0].weight.device)
+    with torch.device(linears[0].weight.device):
+        packed = Linear(in_features, out_features, has_bias, linears[0].weight.dtype)
     torch.cat([one.weight for one in linears], out=packed.weight.data)
     if has_bias:
         torch.cat([one.bias for one in linears], out=packed.bias.data)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .. import LLM, zoo
 from ..checkpoint import empty_model
 from ..config import ModelConfig
+from ..model_runner import ModelRunner
 from .helpers import assert_same_logits, greedy, make_checkpoint, reference_model
 
 PACKAGE = __package__.rpartition(".")[0]
@@ -512,6 +514,22 @@ def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="interrupted"):
         zoo._built_once("model", build)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_keeps_no_weights(monkeypatch):
+    """A notebook keeps its last error, and with it the variables of all functions that it went through: the weights
+    stayed, and the next attempt, with the smaller max_model_len that the message asks for, had no room for its own."""
+    held = []
+
+    def fail(self, model, *_, **__):
+        held.append(weakref.ref(model))
+        raise ValueError("no room for the KV cache") from RuntimeError("out of memory")
+
+    monkeypatch.setattr(ModelRunner, "__init__", fail)
+    with pytest.raises(ValueError, match="no room") as error:
+        LLM("tiny", device="cpu")
+    assert error.value.__traceback__.tb_next is not None
+    assert held[0]() is None
 
 
 def test_the_faster_builder_wins(tmp_path, monkeypatch):

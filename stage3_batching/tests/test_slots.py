@@ -125,6 +125,26 @@ def test_slots_are_checked_against_free_memory(free, requested, wanted, monkeypa
         assert resolve_num_slots(requested, 10, CPU) == wanted
 
 
+def test_what_torch_keeps_for_later_is_free_too(monkeypatch):
+    """Memory of tensors that are gone stays with torch, and the driver calls it used: the engine after one that was
+    dropped found a tenth of the GPU free."""
+    kept = [6]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 - sum(kept), 10))
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    assert kv_cache.free_memory(torch.device("cuda")) == 10
+
+
+@pytest.mark.gpu
+def test_gpu_the_engine_after_a_dropped_one_gets_as_much():
+    """Without `close`; with weights so large that they would be laid into what the first one has left."""
+    counts = []
+    for _ in range(2):
+        llm = LLM("qwen3-0.6b", device="cuda", load_format="dummy")
+        counts.append(llm.scheduler_config.max_num_seqs)
+        del llm
+    assert counts[1] >= counts[0] - 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shapes", [[(1, 1)] * 3, [(1, 300), (1, 5), (1, 77)], [(7, 7), (1, 40), (33, 150), (5, 5)]])
 def test_flash_attn_equals_torch(shapes):

@@ -155,6 +155,26 @@ def test_the_largest_batch(max_num_seqs, budget, max_model_len):
     assert len(result.token_ids) == max_num_seqs
 
 
+def test_what_torch_keeps_for_later_is_free_too(monkeypatch):
+    """Memory of tensors that are gone stays with torch, and the driver calls it used: the engine after one that was
+    dropped found a tenth of the GPU free."""
+    kept = [6]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 - sum(kept), 10))
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    assert kv_cache.free_memory(torch.device("cuda")) == 10
+
+
+@pytest.mark.gpu
+def test_gpu_the_engine_after_a_dropped_one_gets_as_much():
+    """Without `close`; with weights so large that they would be laid into what the first one has left."""
+    counts = []
+    for _ in range(2):
+        llm = LLM("qwen3-0.6b", device="cuda", load_format="dummy")
+        counts.append(llm.block_manager.num_blocks)
+        del llm
+    assert counts[1] > 0.98 * counts[0]
+
+
 def test_close_gives_the_pool_back():
     """The largest piece of memory: a reference to it that stays anywhere keeps the next engine from starting."""
     llm = new_engine(preemption_mode="swap", num_swap_blocks=4, num_kv_blocks=8, trace_blocks=True)
