@@ -10,6 +10,7 @@ Stage 2 serves one request after the other. Its KV cache is reserved once, for o
 
 import gc
 import logging
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from .config import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from .inputs import as_params, as_prompts, check_params, check_prompt_ids
+from .inputs import as_model, as_params, as_prompts, check_params, check_prompt_ids
 from .kv_cache import KVCache
 from .metrics import Metrics
 from .model_runner import ModelRunner
@@ -43,10 +44,10 @@ logger = logging.getLogger(__package__)
 class LLM:
     """One model, ready to generate. Options: see EngineConfig; an unknown one is a ValueError."""
 
-    def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
-        self.config = EngineConfig.from_options(model, options)
+    def __init__(self, model: str | os.PathLike = zoo.DEFAULT_MODEL, **options):
+        self.config = EngineConfig.from_options(as_model(model), options)
         device = resolve_device(self.config.device)
-        files = zoo.locate(model, self.config.load_format)
+        files = zoo.locate(self.config.model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
         self.resolved = self._resolve(device, model_config)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)
@@ -129,7 +130,6 @@ class LLM:
         sent = 0
         try:
             while not seq.is_finished:
-                self._check_open()
                 self.step(seq)
                 if len(seq.text) > sent:
                     piece, sent = seq.text[sent:], len(seq.text)
@@ -152,6 +152,7 @@ class LLM:
     def step(self, seq: Sequence) -> None:
         """Schedule, run, postprocess: one more token for the one sequence that is being served."""
         with self._lock:
+            self._check_open()
             if seq.status is SequenceStatus.WAITING:
                 seq.start()
             token_id = self.model_runner.run(seq)

@@ -51,7 +51,7 @@ class RopeConfig:
         known = {field.name for field in fields(cls)}
         given = {key: value for key, value in params.items() if key in known and value is not None}
         given["rope_type"] = rope_type
-        given.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+        given.setdefault("rope_theta", 10000.0 if config.get("rope_theta") is None else config["rope_theta"])
         if rope_type in ("llama3", "yarn"):
             original = config.get("original_max_position_embeddings")  # here it counts, as in transformers
             original = original or given.get("original_max_position_embeddings") or config["max_position_embeddings"]
@@ -63,6 +63,16 @@ class RopeConfig:
         missing = [name for name in needed.get(self.rope_type, []) if getattr(self, name) is None]
         if missing:
             raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(missing)} in the model's config.json")
+        for name in ("rope_theta", "factor"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} in the model's config.json: expected a number above 0"
+                )
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            low = f"low_freq_factor={self.low_freq_factor!r}"
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor!r} in config.json: expected a number above {low}"
+            )
         if self.rope_type == "yarn" and self.factor is None:
             factor = max_position_embeddings / self.original_max_position_embeddings
             return RopeConfig(**{**self.__dict__, "factor": factor})

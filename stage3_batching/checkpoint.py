@@ -20,6 +20,8 @@ from .config import ModelConfig
 from .inputs import read_json
 from .model import CausalLM, Linear
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors files call them
+
 
 def empty_model(config: ModelConfig) -> CausalLM:
     """The model without memory: names and shapes only."""
@@ -132,15 +134,28 @@ def _is_one_matrix(folder: Path, dtype: torch.dtype) -> bool:
     return all(torch.equal(pair[0], tensor) for tensor in pair)
 
 
+def _read_shapes(folder: Path, problems: list[str]) -> dict[str, list[int]]:
+    """Shape by name of all tensors; one that is there twice, or holds no floats, is a problem."""
+    found = {}
+    for file in weight_files(folder):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                part = tensors.get_slice(name)
+                if name in found:
+                    problems.append(f"twice: {name}, the second time in {file.name}")
+                if part.get_dtype() not in FLOATS:
+                    problems.append(f"dtype of {name}: {part.get_dtype()}; quantised weights are not supported")
+                found[name] = list(part.get_shape())
+    return found
+
+
 def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
     """Compare names and shapes of the files with the model's; raise one ValueError with all differences."""
     wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    found: dict[str, list[int]] = {}
-    for file in weight_files(folder):
-        with _open(file) as tensors:
-            found |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    problems: list[str] = []
+    found = _read_shapes(folder, problems)
     optional = {"lm_head.weight"} if tied else set()
-    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
+    problems += [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
     for name, shape in found.items():
         if name not in wanted and name not in optional and not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"unexpected: {name} {shape}")

@@ -10,10 +10,16 @@ import json
 import math
 import numbers
 import operator
+import os
 from pathlib import Path
 
 from .config import check_int
 from .sampling import SamplingParams
+
+
+def as_model(model: object) -> object:
+    """A Path as text, whatever else as it is."""
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def as_prompts(prompts: object) -> list[str | list[int]]:

@@ -11,6 +11,7 @@ Stage 3 serves many requests at once; they may come and go between any two steps
 
 import gc
 import logging
+import os
 import random
 import threading
 import time
@@ -33,7 +34,7 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
-from .inputs import as_params, as_prompts, check_params, check_prompt_ids
+from .inputs import as_model, as_params, as_prompts, check_params, check_prompt_ids
 from .kv_cache import KVCache, SlotAllocator, plan_slots
 from .metrics import Metrics
 from .model_runner import ModelRunner, StepResult
@@ -49,10 +50,10 @@ logger = logging.getLogger(__package__)
 class LLM:
     """One model, ready to generate. Options: see EngineConfig; an unknown one is a ValueError."""
 
-    def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
-        self.config = EngineConfig.from_options(model, options)
+    def __init__(self, model: str | os.PathLike = zoo.DEFAULT_MODEL, **options):
+        self.config = EngineConfig.from_options(as_model(model), options)
         device = resolve_device(self.config.device)
-        files = zoo.locate(model, self.config.load_format)
+        files = zoo.locate(self.config.model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
         self.resolved = self._resolve(device, model_config)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)

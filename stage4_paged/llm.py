@@ -12,6 +12,7 @@ newest request steps back and goes on later.
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections import ChainMap
@@ -34,7 +35,7 @@ from .config import (
     resolve_max_model_len,
     resolve_scheduler,
 )
-from .inputs import as_prompts
+from .inputs import as_model, as_prompts
 from .intake import Intake
 from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_blocks
 from .metrics import Metrics
@@ -52,10 +53,10 @@ logger = logging.getLogger(__package__)
 class LLM:
     """One model, ready to generate. Options: see EngineConfig; an unknown one is a ValueError."""
 
-    def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
-        self.config = EngineConfig.from_options(model, options)
+    def __init__(self, model: str | os.PathLike = zoo.DEFAULT_MODEL, **options):
+        self.config = EngineConfig.from_options(as_model(model), options)
         device = resolve_device(self.config.device)
-        files = zoo.locate(model, self.config.load_format)
+        files = zoo.locate(self.config.model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
         self.resolved = self._resolve(device, model_config)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)

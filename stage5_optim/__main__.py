@@ -104,8 +104,8 @@ def report(llm: LLM, pieces) -> None:
         pass
     seconds = time.perf_counter() - start
     counters = llm.metrics.counters()
-    num_tokens = counters["decode_tokens"] + (first is not None)  # the last one was never fed; a long prompt took steps
-    num_tokens -= counters["drafted_tokens"] - counters["accepted_tokens"]  # wrong drafts
+    of_prompt = sum(not record.decode_tokens for record in llm.metrics.trace)  # steps; the last of them makes a token
+    num_tokens = counters["steps"] - max(0, of_prompt - 1) + counters["accepted_tokens"]
     show("\n")
     print(
         f"\n{seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s, first text after {first or 0:.2f} s",

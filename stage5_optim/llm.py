@@ -11,6 +11,7 @@ Stage 5 plans a step while the last one runs; features.py says what else is on.
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections import ChainMap
@@ -34,7 +35,7 @@ from .config import (
 )
 from .draft_model import make_proposer
 from .features import resolve_features
-from .inputs import as_prompts
+from .inputs import as_model, as_prompts
 from .intake import Intake, check_request_id, end_tokens
 from .metrics import Metrics
 from .model_runner import ModelRunner
@@ -54,10 +55,10 @@ logger = logging.getLogger(__package__)
 class LLM:
     """One model, ready to generate. Options: see EngineConfig; an unknown one is a ValueError."""
 
-    def __init__(self, model: str = zoo.DEFAULT_MODEL, **options):
-        self.config = EngineConfig.from_options(model, options)
+    def __init__(self, model: str | os.PathLike = zoo.DEFAULT_MODEL, **options):
+        self.config = EngineConfig.from_options(as_model(model), options)
         device = resolve_device(self.config.device)
-        files = zoo.locate(model, self.config.load_format)
+        files = zoo.locate(self.config.model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
         split(self.config.tensor_parallel_size, 0, model_config, model)  # a ValueError if that cannot be
         self.resolved = self._resolve(device, model_config)

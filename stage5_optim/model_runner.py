@@ -245,7 +245,7 @@ class ModelRunner:
         host = torch.empty(count, dtype=torch.int64, pin_memory=True)
         host.copy_(self.sampled[:count], non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(self.sampled.device))  # another thread may look at another GPU
         return host, done
 
     def peak_memory(self, batch: Batch | None) -> int:

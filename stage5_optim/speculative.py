@@ -28,6 +28,7 @@ p and q. Theirs reaches 1 - d, but its output depends on the draft. Source of th
 """
 
 import logging
+import os
 import time
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ class SpeculativeConfig:
     """
 
     method: str | None = None
-    model: str | None = None
+    model: str | os.PathLike | None = None
     num_tokens: int = 4
     max_ngram: int = 4
     min_ngram: int = 2
@@ -69,6 +70,8 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         check_choice("method", self.method, ("ngram", None))
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         if self.model is not None and (not isinstance(self.model, str) or not self.model):
             raise ValueError(f"model={self.model!r}: expected a name, a folder or a hub id, or None")
         if (self.method is None) == (self.model is None):

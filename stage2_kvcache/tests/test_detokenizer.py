@@ -110,6 +110,24 @@ def test_any_ids_decode_as_at_once(ids):
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("broken", [b"\x80", b"\xf0\x9f\x98", b"\xe4\xbd\xa0\xff", b"\xff\xe4\xbd"])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_broken_bytes_without_end(broken, stop):
+    """A model that writes them by the thousand: each was decoded together with all before it, and none was shown."""
+    tokenizer, lengths = byte_tokenizer(), []
+    ids = [*b"ab", *broken * 100, *"好c".encode()]
+    expected, decode = tokenizer.decode(ids), tokenizer.decode
+    tokenizer.decode = lambda ids: lengths.append(len(ids)) or decode(ids)
+    detokenizer, shown = Detokenizer(tokenizer, stop), []
+    for token_id in ids:
+        detokenizer.add(token_id)
+        shown.append(len(detokenizer.text))
+    detokenizer.finish()
+    assert detokenizer.text == expected
+    assert max(lengths) <= 34
+    assert max(len(decode(ids[: i + 1])) - known for i, known in enumerate(shown)) <= 40
+
+
 def test_tokens_without_text_are_not_kept():
     """With ignore_eos a model goes on making end tokens: each of them was decoded together with all before it."""
     tokenizer, lengths = byte_tokenizer(), []

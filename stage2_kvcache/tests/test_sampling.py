@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -105,6 +106,17 @@ def test_greedy_takes_the_exact_maximum():
     rows = [row(temperature=t) for t in (0, 1e-8, 9e-6)] + [row(temperature=0, top_k=3, top_p=0.5), row(temperature=1)]
     assert draw(logits, rows)[:4] == [7, 7, 7, 7]
     assert draw(logits, rows[:4]) == [7, 7, 7, 7]
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Sweeps are written with numpy. They become Python's own, so that a seed of 64 bits is not cut off in sums."""
+    given = dict(max_tokens=np.int64(9), seed=np.int64(2**62), temperature=np.float32(0.5), top_p=torch.tensor(0.25))
+    params = SamplingParams(**given, stop_token_ids=np.array([5, 3]), stop={"x"})
+    expected = SamplingParams(max_tokens=9, seed=2**62, temperature=0.5, top_p=0.25, stop_token_ids=[5, 3], stop="x")
+    assert params == expected and repr(params) == repr(expected)
+    for bad in (np.int64(0), np.float32(2), np.array([1, 2]), np.bool_(True)):
+        with pytest.raises(ValueError, match="max_tokens="):
+            SamplingParams(max_tokens=bad)
 
 
 @pytest.mark.parametrize("value", [-1, -1e-9, math.nan, math.inf, -math.inf, "1", None, True, 10**400])

@@ -137,6 +137,12 @@ REFUSED = {
     "rope longrope": (dict(rope_parameters={"rope_type": "longrope", "factor": 2.0}), "rope_type 'longrope'.*yarn"),
     "rope partial": (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "rope linear without factor": (dict(rope_scaling={"type": "linear"}), "'linear' needs factor"),
+    "rope factor 0": (dict(rope_scaling={"type": "linear", "factor": 0}), "factor=0 .*above 0"),
+    "rope theta 0": (dict(rope_theta=0), "rope_theta=0 .*above 0"),
+    "rope llama3 without a middle": (
+        dict(rope_scaling=dict(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=4)),
+        "high_freq_factor=4 .*above low_freq_factor=4",
+    ),
     "rope llama3 without factors": (
         dict(rope_scaling={"rope_type": "llama3", "factor": 8}),
         "needs low_freq_factor, high",

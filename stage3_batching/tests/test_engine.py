@@ -7,6 +7,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -253,6 +255,7 @@ def test_chat_without_a_template(tmp_path):
         ["Hi"],
         [{"role": "user"}],
         [{"content": "Hi"}],
+        [{"role": None, "content": "Hi"}],
         [{"role": "user", "content": None}],
         [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
         [{"role": "user", "content": "\ud800"}],
@@ -425,6 +428,25 @@ def test_close():
     ):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+def test_close_in_the_middle_of_generate():
+    """By another thread: an AttributeError on None, of which nobody knows what it means."""
+    llm, errors = new_engine(), []
+
+    def serve() -> None:
+        try:
+            generate(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    while llm.metrics.steps < 2:
+        time.sleep(0.001)
+    llm.close()
+    thread.join()
+    assert errors == ["this engine is closed; make a new LLM"]
 
 
 def test_memory_is_given_back():

@@ -516,6 +516,28 @@ def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats_are_refused(folder, dtype):
+    """A quantised matrix whose scales are elsewhere was read as plain numbers."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ValueError, match=f"dtype of {name}: .*quantised weights are not supported"):
+        load(folder)
+
+
+def test_a_tensor_that_is_there_twice_is_named(folder):
+    """A left-over shard of another download: the last file won."""
+    names = shard(folder, index=False)
+    shutil.copy(folder / names[0], folder / "model-00004-of-00003.safetensors")
+    with pytest.raises(ValueError, match=r"twice: .*the second time in model-00004-of-00003\.safetensors"):
+        load(folder)
+
+
+def test_a_path_is_as_good_as_text(folder):
+    assert isinstance(folder, Path)
+    assert greedy(LLM(folder, device="cpu"), IDS, 8) == greedy(load(folder), IDS, 8)
+
+
 def test_a_start_that_fails_keeps_no_weights(monkeypatch):
     """A notebook keeps its last error, and with it the variables of all functions that it went through: the weights
     stayed, and the next attempt, with the smaller max_model_len that the message asks for, had no room for its own."""
