@@ -151,7 +151,7 @@ def draw_peers(document: dict, path: Path | None = None) -> Figure:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    return finish(fig, source(small), path)
+    return finish(fig, f"{source(small)}\n{large['environment']['command']}", path)
 
 
 DRAW = {"peers": draw_peers, "speed": draw_speed, "ablation": draw_ablation, "waterfall": draw_waterfall}
