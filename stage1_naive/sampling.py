@@ -54,9 +54,8 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self):
-        for f in fields(self):  # numpy's numbers and arrays as Python's own
-            if hasattr(getattr(self, f.name), "tolist"):
-                object.__setattr__(self, f.name, getattr(self, f.name).tolist())
+        for f in fields(self):
+            object.__setattr__(self, f.name, _plain(getattr(self, f.name)))
         check_int("max_tokens", self.max_tokens, minimum=1, optional=True)
         check_int("min_tokens", self.min_tokens, minimum=0)
         check_int("top_k", self.top_k, minimum=-1)
@@ -77,6 +76,11 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
 
+def _plain(value: object) -> object:
+    """Numbers and arrays of numpy and torch as Python's own."""
+    return value.tolist() if hasattr(type(value), "tolist") else value
+
+
 def _check_number(name: str, value: object, low: float, high: float, limit: str, above: bool = False) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (above and value == low):
@@ -85,7 +89,7 @@ def _check_number(name: str, value: object, low: float, high: float, limit: str,
 
 def _as_stop_strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
-    if not isinstance(strings, (list, tuple, set, frozenset)):
+    if not isinstance(strings, (list, tuple)):
         raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
     for string in strings:
         if not isinstance(string, str) or not string:
@@ -95,8 +99,9 @@ def _as_stop_strings(stop: object) -> tuple[str, ...]:
 
 def _as_stop_ids(ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
-    if not isinstance(ids, (list, tuple, set, frozenset)):
+    if not isinstance(ids, (list, tuple)):
         raise ValueError(f"stop_token_ids={ids!r}: expected a list of token ids")
+    ids = [_plain(token_id) for token_id in ids]
     for token_id in ids:
         check_int("a stop_token_ids entry", token_id, minimum=0)
     return tuple(dict.fromkeys(ids))

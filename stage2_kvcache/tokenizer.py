@@ -16,7 +16,6 @@ from pathlib import Path
 from .inputs import read_json
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
-LONG = 32  # tokens: a window that holds broken characters, or it would have ended with one
 
 
 class Tokenizer:
@@ -141,19 +140,13 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        undecided = len(text) - len(text.rstrip(REPLACEMENT))
-        if len(self._window) > LONG:
-            undecided = min(undecided, 3)  # a character has up to four bytes: these may be the first of one
-        new = text[self._taken : len(text) - undecided]
+        certain = text.rstrip(REPLACEMENT)
+        new = certain[self._taken :]
         self._taken += len(new)
-        if new and not undecided:  # the next window begins where this one was complete before
+        if new and certain == text:  # the next window begins where this one was complete before
             del self._window[: self._complete]
             self._complete = len(self._window)
             self._taken = len(self._tokenizer.decode(self._window))
-        elif len(self._window) > LONG:
-            pending = len(text) - self._taken
-            del self._window[: -LONG // 2]
-            self._complete, self._taken = 0, max(0, len(self._tokenizer.decode(self._window)) - pending)
         return new
 
 

@@ -291,6 +291,8 @@ class LLM:
     def _raise_failure(self, requests: list) -> None:
         for failure in [one.failure for one in requests if one.failure]:
             raise RuntimeError(f"a step that this request shared with others failed: {failure}")
+        if any(one.finish_reason == "abort" for one in requests):
+            self._check_open()  # another thread's `close` has come between a step and its reader
 
     def _abort_all(self, seqs: list[Sequence], error: BaseException | None = None) -> None:
         for seq in seqs:

@@ -7,6 +7,7 @@ shape is an error with its name, because a model with one wrong matrix still wri
 
 import functools
 import gc
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,13 +74,15 @@ def keeps_nothing_on_error(build: Callable) -> Callable:
 
     @functools.wraps(build)
     def wrapped(*args):
+        outer = sys.exception()  # one that the caller is dealing with has nothing to do with this
         try:
             return build(*args)
         except BaseException as error:
-            behind = error
-            while behind is not None:
-                traceback.clear_frames(behind.__traceback__)
-                behind = behind.__cause__
+            errors = [error]
+            for one in errors:  # and those behind it, which the loop appends
+                traceback.clear_frames(one.__traceback__)
+                behind = [other for other in (one.__cause__, one.__context__) if other is not None]
+                errors += [other for other in dict.fromkeys(behind) if other not in (outer, *errors)]
             raise
 
     return wrapped
@@ -149,8 +152,8 @@ def _is_one_matrix(folder: Path, dtype: torch.dtype) -> bool:
     return all(torch.equal(pair[0], tensor) for tensor in pair)
 
 
-def _read_shapes(folder: Path, problems: list[str]) -> dict[str, list[int]]:
-    """Shape by name of all tensors; one that is there twice, or holds no floats, is a problem."""
+def _read_shapes(folder: Path, wanted: dict, problems: list[str]) -> dict[str, list[int]]:
+    """Shape by name of all tensors; one that is there twice, or a wanted one that holds no floats, is a problem."""
     found = {}
     for file in weight_files(folder):
         with _open(file) as tensors:
@@ -158,7 +161,7 @@ def _read_shapes(folder: Path, problems: list[str]) -> dict[str, list[int]]:
                 part = tensors.get_slice(name)
                 if name in found:
                     problems.append(f"twice: {name}, the second time in {file.name}")
-                if part.get_dtype() not in FLOATS:
+                if name in wanted and part.get_dtype() not in FLOATS:
                     problems.append(f"dtype of {name}: {part.get_dtype()}; quantised weights are not supported")
                 found[name] = list(part.get_shape())
     return found
@@ -168,7 +171,7 @@ def check_names(model: CausalLM, folder: Path, tied: bool) -> None:
     """Compare names and shapes of the files with the model's; raise one ValueError with all differences."""
     wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     problems: list[str] = []
-    found = _read_shapes(folder, problems)
+    found = _read_shapes(folder, wanted, problems)
     optional = {"lm_head.weight"} if tied else set()
     problems += [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
     for name, shape in found.items():

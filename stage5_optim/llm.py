@@ -60,7 +60,7 @@ class LLM:
         device = resolve_device(self.config.device)
         files = zoo.locate(self.config.model, self.config.load_format)
         model_config = ModelConfig.from_hf(files.config)
-        split(self.config.tensor_parallel_size, 0, model_config, model)  # a ValueError if that cannot be
+        split(self.config.tensor_parallel_size, 0, model_config, self.config.model)  # a ValueError if that cannot be
         self.resolved = self._resolve(device, model_config)
         self.features = resolve_features(self.config, self.resolved, model_config.head_dim)
         self.model_config = replace(model_config, dtype=self.resolved.dtype)
@@ -292,6 +292,8 @@ class LLM:
     def _raise_failure(self, requests: list) -> None:
         for failure in [one.failure for one in requests if one.failure]:
             raise RuntimeError(f"a step that this request shared with others failed: {failure}")
+        if any(seq.finish_reason == "abort" for one in requests for seq in one.seqs):
+            self._check_open()  # another thread's `close` has come between a step and its reader
 
     def _abort_all(self, groups: list[SequenceGroup], error: BaseException | None = None) -> None:
         for group in groups:

@@ -538,18 +538,35 @@ def test_a_path_is_as_good_as_text(folder):
     assert greedy(LLM(folder, device="cpu"), IDS, 8) == greedy(load(folder), IDS, 8)
 
 
-def test_a_start_that_fails_keeps_no_weights(monkeypatch):
+@pytest.mark.parametrize("how", ["alone", "from itself", "while another passes", "without the other"])
+def test_a_start_that_fails_keeps_no_weights(how, monkeypatch):
     """A notebook keeps its last error, and with it the variables of all functions that it went through: the weights
     stayed, and the next attempt, with the smaller max_model_len that the message asks for, had no room for its own."""
     held = []
 
-    def fail(self, model, *_, **__):
+    def run_out(model):
         held.append(weakref.ref(model))
-        raise ValueError("no room for the KV cache") from RuntimeError("out of memory")
+        raise ValueError("no room")
+
+    def fail(self, model, *_, **__):
+        try:
+            run_out(model)
+        except ValueError as error:
+            if how == "from itself":
+                raise error from error
+            if how == "while another passes":
+                raise ValueError("no room") from None
+            if how == "without the other":
+                raise ValueError("no room")  # noqa: B904 - as a `with` whose end fails
+            raise
 
     monkeypatch.setattr(ModelRunner, "__init__", fail)
-    with pytest.raises(ValueError, match="no room") as error:
-        LLM("tiny", device="cpu")
+    mine = ["kept"]
+    try:
+        raise KeyError(mine)
+    except KeyError:
+        with pytest.raises(ValueError, match="no room") as error:
+            LLM("tiny", device="cpu")
     assert error.value.__traceback__.tb_next is not None
     assert held[0]() is None
 

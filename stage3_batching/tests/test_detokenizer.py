@@ -110,24 +110,6 @@ def test_any_ids_decode_as_at_once(ids):
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("broken", [b"\x80", b"\xf0\x9f\x98", b"\xe4\xbd\xa0\xff", b"\xff\xe4\xbd"])
-@pytest.mark.parametrize("stop", [(), ("never",)])
-def test_broken_bytes_without_end(broken, stop):
-    """A model that writes them by the thousand: each was decoded together with all before it, and none was shown."""
-    tokenizer, lengths = byte_tokenizer(), []
-    ids = [*b"ab", *broken * 100, *"好c".encode()]
-    expected, decode = tokenizer.decode(ids), tokenizer.decode
-    tokenizer.decode = lambda ids: lengths.append(len(ids)) or decode(ids)
-    detokenizer, shown = Detokenizer(tokenizer, stop), []
-    for token_id in ids:
-        detokenizer.add(token_id)
-        shown.append(len(detokenizer.text))
-    detokenizer.finish()
-    assert detokenizer.text == expected
-    assert max(lengths) <= 34
-    assert max(len(decode(ids[: i + 1])) - known for i, known in enumerate(shown)) <= 40
-
-
 def test_tokens_without_text_are_not_kept():
     """With ignore_eos a model goes on making end tokens: each of them was decoded together with all before it."""
     tokenizer, lengths = byte_tokenizer(), []
@@ -212,3 +194,28 @@ def test_text_cut_within_a_character(sentencepiece, words, last):
     must stay, and marks may follow only for the half."""
     text = "".join(pieces_of(sentencepiece, spelled(*words, last)[:-1]))
     assert text.rstrip(REPLACEMENT) == sentencepiece.decode(spelled(*words))
+
+
+@pytest.mark.parametrize("words", [0, 30, 40])
+def test_characters_in_bytes_after_much_that_nobody_read(sentencepiece, words):
+    """Two streams run side by side and one is read late: its window is long, though nothing in it is broken."""
+    ids = spelled(*["▁the"] * words, *"你好吗你好吗你好吗", "!")
+    for first in range(len(ids)):
+        detokenizer = Detokenizer(sentencepiece)
+        for i, token_id in enumerate(ids):
+            detokenizer.add(token_id)
+            assert i < first or REPLACEMENT not in detokenizer.text
+        detokenizer.finish()
+        assert detokenizer.text == sentencepiece.decode(ids)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_broken_run_of_byte_tokens_is_marks_to_its_end(sentencepiece, each):
+    """However long it is: a window that forgets the byte that broke the run takes the rest for characters."""
+    ids = [*spelled("▁a"), 3 + 0xFF, *spelled(*"你好吗" * 20, "▁the", "!")]
+    detokenizer, shown = Detokenizer(sentencepiece), 0
+    for token_id in ids:
+        detokenizer.add(token_id)
+        shown = len(detokenizer.text) if each else shown
+    detokenizer.finish()
+    assert detokenizer.text == sentencepiece.decode(ids) and shown <= len(detokenizer.text)

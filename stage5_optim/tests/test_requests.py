@@ -408,3 +408,13 @@ def test_the_trace_does_not_grow_with_the_queue():
         first = llm.metrics.trace[0]
         assert first.num_waiting == 296 and len(first.waiting) == 256
         assert llm.metrics.trace[-1].num_waiting == 0 == len(llm.metrics.trace[-1].waiting)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_close_between_a_step_and_its_reader(is_stream, monkeypatch):
+    """By another thread: a text that was cut off there looked whole."""
+    llm, params = new_engine(), SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
+    step = llm._step_for_others
+    monkeypatch.setattr(llm, "_step_for_others", lambda: (step(), llm.close()))
+    with pytest.raises(ValueError, match="closed"):
+        list(llm.stream("a", params)) if is_stream else llm.generate(["a", "b"], params, use_tqdm=False)

@@ -111,10 +111,11 @@ def test_greedy_takes_the_exact_maximum():
 def test_numbers_of_numpy_are_numbers():
     """Sweeps are written with numpy. They become Python's own, so that a seed of 64 bits is not cut off in sums."""
     given = dict(max_tokens=np.int64(9), seed=np.int64(2**62), temperature=np.float32(0.5), top_p=torch.tensor(0.25))
-    params = SamplingParams(**given, stop_token_ids=np.array([5, 3]), stop={"x"})
+    params = SamplingParams(**given, stop_token_ids=np.array([5, 3]), stop="x")
     expected = SamplingParams(max_tokens=9, seed=2**62, temperature=0.5, top_p=0.25, stop_token_ids=[5, 3], stop="x")
     assert params == expected and repr(params) == repr(expected)
-    for bad in (np.int64(0), np.float32(2), np.array([1, 2]), np.bool_(True)):
+    assert SamplingParams(stop_token_ids=[np.int64(5), torch.tensor(3)]).stop_token_ids == (5, 3)
+    for bad in (np.int64(0), np.float32(2), np.array([1, 2]), np.bool_(True), np.int64):
         with pytest.raises(ValueError, match="max_tokens="):
             SamplingParams(max_tokens=bad)
 
