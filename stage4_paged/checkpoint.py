@@ -66,8 +66,9 @@ def keeps_nothing_on_error(build: Callable) -> Callable:
             errors = [error]
             for one in errors:  # and those behind it, which the loop appends
                 traceback.clear_frames(one.__traceback__)
-                behind = [other for other in (one.__cause__, one.__context__) if other is not None]
-                errors += [other for other in dict.fromkeys(behind) if other not in (outer, *errors)]
+                for behind in (one.__cause__, one.__context__):
+                    if behind is not None and all(behind is not known for known in (outer, *errors)):
+                        errors.append(behind)
             raise
 
     return wrapped
