@@ -55,7 +55,7 @@ class SamplingParams:
 
     def __post_init__(self):
         for f in fields(self):
-            object.__setattr__(self, f.name, _plain(getattr(self, f.name)))
+            object.__setattr__(self, f.name, plain(getattr(self, f.name)))
         check_int("max_tokens", self.max_tokens, minimum=1, optional=True)
         check_int("min_tokens", self.min_tokens, minimum=0)
         check_int("top_k", self.top_k, minimum=-1)
@@ -76,7 +76,7 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Numbers and arrays of numpy and torch as Python's own."""
     return value.tolist() if hasattr(type(value), "tolist") else value
 
@@ -101,7 +101,7 @@ def _as_stop_ids(ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
         raise ValueError(f"stop_token_ids={ids!r}: expected a list of token ids")
-    ids = [_plain(token_id) for token_id in ids]
+    ids = [plain(token_id) for token_id in ids]
     for token_id in ids:
         check_int("a stop_token_ids entry", token_id, minimum=0)
     return tuple(dict.fromkeys(ids))

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from .config import check_int
-from .sampling import SamplingParams
+from .sampling import SamplingParams, plain
 
 
 def as_model(model: object) -> object:
@@ -24,18 +24,13 @@ def as_model(model: object) -> object:
 
 def as_prompts(prompts: object) -> list[str | list[int]]:
     """One prompt or many (text, or token ids as a list, tuple, array or tensor) -> a list of prompts."""
-    prompts = _plain(prompts)
+    prompts = plain(prompts)
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise ValueError(f"prompts={prompts!r}: expected text, a list of token ids, or a list of such")
-    prompts = [_plain(prompt) for prompt in prompts]
+    prompts = [plain(prompt) for prompt in prompts]
     return [prompts] if _is_ids(prompts) else prompts
-
-
-def _plain(value: object) -> object:
-    """Arrays and tensors, numpy's integers too, as Python's own lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_ids(value: object) -> bool:
