@@ -764,7 +764,7 @@ def test_gpu_a_replay_is_the_same_step_run_eagerly(on_gpu, count, chunk):
     with torch.inference_mode():
         before = runner.kv_cache.data.clone()
         inputs = runner.prepare(plan_of(runner, scheduled, size))
-        replayed = runner.graphs.replay(size, inputs)[:count].clone()
+        replayed = runner.graphs.replay(size, inputs, runner.decode)[:count].clone()
         sampled, written = runner.sampled[:count].clone(), runner.kv_cache.data.clone()
         runner.kv_cache.data.copy_(before)
         eager = runner.decode(runner.graphs._memory[size].inputs)[:count].clone()
@@ -798,7 +798,7 @@ def test_gpu_padding_writes_nowhere(on_gpu, chunk):
     with torch.inference_mode():
         runner.kv_cache.data[:, :, list(llm.block_manager._pool.free)] = float("nan")
         before = runner.kv_cache.data.clone()
-        logits = runner.graphs.replay(8, runner.prepare(plan_of(runner, scheduled, 8)))[:5]
+        logits = runner.graphs.replay(8, runner.prepare(plan_of(runner, scheduled, 8)), runner.decode)[:5]
     changed = (runner.kv_cache.data.view(torch.int32) != before.view(torch.int32)).flatten(4).any(-1).any(0).any(0)
     size = runner.kv_cache.block_size
     at = [(place, item.block_table) for item in scheduled for place in tokens_of(item)]
