@@ -11,7 +11,7 @@ import torch
 from .attention import AttentionMetadata
 from .metrics import Metrics, StepRecord
 from .model import CausalLM
-from .sampling import Logprob, sample, top_logprobs
+from .sampling import NO_TOKEN, Logprob, sample, top_logprobs
 from .sequence import Sequence
 from .tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[-1:])  # [1, vocab]: only the last token's successor is unknown
         forwarded = time.perf_counter()
         token_id = sample(logits, [seq]).item()
-        if seq.params.logprobs is not None:
+        if seq.params.logprobs is not None and token_id != NO_TOKEN:
             seq.logprobs.append(self.describe(logits[0], token_id, seq.params.logprobs))
         seconds = {
             "prepare": prepared - start,

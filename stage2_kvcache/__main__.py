@@ -87,6 +87,8 @@ def report(llm: LLM, pieces) -> None:
             show(piece)
     except KeyboardInterrupt:
         pass
+    except FloatingPointError as error:
+        sys.exit(str(error))
     seconds = time.perf_counter() - start
     counters = llm.metrics.counters()
     show("\n")

@@ -34,7 +34,7 @@ from .inputs import as_model, as_params, as_prompts, check_params, check_prompt_
 from .kv_cache import KVCache
 from .metrics import Metrics
 from .model_runner import ModelRunner
-from .sampling import SamplingParams
+from .sampling import NO_NUMBERS, SamplingParams
 from .sequence import RequestOutput, Sequence, SequenceStatus
 from .tokenizer import Detokenizer, Tokenizer
 
@@ -100,7 +100,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids). Outputs come in the order of the prompts.
 
-        Raises ValueError, before anything runs, if any prompt or parameter cannot be served.
+        Raises ValueError, before anything runs, if any prompt or parameter cannot be served, and FloatingPointError
+        where the logits are no numbers.
         """
         seqs = self._make_sequences(prompts, sampling_params)
         try:
@@ -118,7 +119,8 @@ class LLM:
     def stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The output's text in pieces, as it is made; joined they are the text that `generate` returns.
 
-        Bad input raises ValueError here, not at the first piece. Closing the iterator ends the request.
+        Bad input raises ValueError here, not at the first piece; logits that are no numbers FloatingPointError, where
+        they come. Closing the iterator ends the request.
         """
         prompts = as_prompts(prompt)
         if len(prompts) != 1:
@@ -155,8 +157,9 @@ class LLM:
             self._check_open()
             if seq.status is SequenceStatus.WAITING:
                 seq.start()
-            token_id = self.model_runner.run(seq)
-            seq.append_token(token_id)
+            seq.append_token(self.model_runner.run(seq))
+            if seq.finish_reason == "error":
+                raise FloatingPointError(NO_NUMBERS)
 
     def _check_open(self) -> None:
         if self.model_runner is None:

@@ -39,7 +39,7 @@ from .kv_cache import KVCache, SlotAllocator, plan_slots
 from .metrics import Metrics
 from .model_runner import ModelRunner, StepResult
 from .progress import Progress
-from .sampling import SamplingParams
+from .sampling import NO_NUMBERS, SamplingParams
 from .scheduler import Scheduled, Scheduler, check_fits_step, check_request_id, step_record
 from .sequence import RequestOutput, Sequence
 from .tokenizer import Detokenizer, Tokenizer
@@ -119,8 +119,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids). Outputs come in the order of the prompts.
 
-        Raises ValueError, before anything runs, if any prompt or parameter cannot be served, and RuntimeError if a step
-        of another thread failed that computed for one of these, too.
+        Raises ValueError, before anything runs, if any prompt or parameter cannot be served, RuntimeError if a step of
+        another thread failed that computed for one of these, too, FloatingPointError where logits are no numbers.
         """
         seqs: list = []
         try:
@@ -291,7 +291,10 @@ class LLM:
     def _raise_failure(self, requests: list) -> None:
         for failure in [one.failure for one in requests if one.failure]:
             raise RuntimeError(f"a step that this request shared with others failed: {failure}")
-        if any(one.finish_reason == "abort" for one in requests):
+        reasons = [one.finish_reason for one in requests]
+        if "error" in reasons:
+            raise FloatingPointError(NO_NUMBERS)
+        if "abort" in reasons:
             self._check_open()  # another thread's `close` has come between a step and its reader
 
     def _abort_all(self, seqs: list[Sequence], error: BaseException | None = None) -> None:

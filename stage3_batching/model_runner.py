@@ -13,7 +13,7 @@ import torch
 from .attention import AttentionMetadata
 from .kv_cache import KVCache
 from .model import CausalLM
-from .sampling import Logprob, sample, top_logprobs
+from .sampling import NO_TOKEN, Logprob, sample, top_logprobs
 from .scheduler import Scheduled
 from .sequence import Sequence
 from .tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class ModelRunner:
         forwarded = time.perf_counter()
         token_ids = sample(logits, seqs).tolist() if seqs else []
         for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
-            if seq.params.logprobs is not None:
+            if seq.params.logprobs is not None and token_id != NO_TOKEN:
                 seq.logprobs.append(self.describe(logits[row], token_id, seq.params.logprobs))
         seconds = {
             "prepare": prepared - start,

@@ -1,6 +1,6 @@
 """Sequence: one request's way through the engine, and what comes out of it.
 
-    WAITING  ->  RUNNING (holds a KV slot)  ->  FINISHED (finish_reason: "stop" | "length" | "abort")
+    WAITING  ->  RUNNING (holds a KV slot)  ->  FINISHED (finish_reason: "stop" | "length" | "abort" | "error")
 
 A generation is no function call: it is a loop of tens to thousands of steps, and between two steps everything that the
 engine knows of it lies here: the tokens so far, how to sample, when to stop, the text so far, and when each token came.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
-from .sampling import Logprob, SamplingParams
+from .sampling import NO_TOKEN, Logprob, SamplingParams
 from .tokenizer import Detokenizer
 
 
@@ -52,7 +52,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """text without stop token and stop string; token_ids with the stop token; logprobs: one dict per token."""
+    """text without stop token and stop string; token_ids with the stop token; logprobs: one dict per token.
+
+    finish_reason: "stop", "length", "abort", or "error": the logits were no numbers.
+    """
 
     index: int
     text: str
@@ -139,6 +142,9 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         """Take the token that was sampled, and finish if it ends the output."""
+        if token_id == NO_TOKEN:
+            self.finish("error")
+            return
         self.token_ids.append(token_id)
         self.metrics.token_times.append(time.perf_counter())
         may_stop = self.num_output_tokens >= self.params.min_tokens
@@ -148,7 +154,7 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
-        """reason: "stop", "length" or "abort". Text held back is released. A finished sequence stays so."""
+        """reason: "stop", "length", "abort" or "error". Text held back is released. A finished sequence stays so."""
         if self.is_finished:
             return
         self.status = SequenceStatus.FINISHED

@@ -41,7 +41,7 @@ from .kv_cache import KVCache, free_memory, kv_room, plan_blocks, plan_swap_bloc
 from .metrics import Metrics
 from .model_runner import ModelRunner, StepResult, largest_batch
 from .progress import Progress
-from .sampling import SamplingParams
+from .sampling import NO_NUMBERS, SamplingParams
 from .scheduler import Scheduler, check_request_id
 from .sequence import RequestOutput, SequenceGroup
 from .tokenizer import Tokenizer
@@ -141,8 +141,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt (text or token ids). Outputs come in the order of the prompts.
 
-        Raises ValueError, before anything runs, if any prompt or parameter cannot be served, and RuntimeError if a step
-        of another thread failed that computed for one of these, too.
+        Raises ValueError, before anything runs, if any prompt or parameter cannot be served, RuntimeError if a step of
+        another thread failed that computed for one of these, too, FloatingPointError where logits are no numbers.
         """
         groups: list = []
         try:
@@ -315,7 +315,10 @@ class LLM:
     def _raise_failure(self, requests: list) -> None:
         for failure in [one.failure for one in requests if one.failure]:
             raise RuntimeError(f"a step that this request shared with others failed: {failure}")
-        if any(seq.finish_reason == "abort" for one in requests for seq in one.seqs):
+        reasons = [seq.finish_reason for one in requests for seq in one.seqs]
+        if "error" in reasons:
+            raise FloatingPointError(NO_NUMBERS)
+        if "abort" in reasons:
             self._check_open()  # another thread's `close` has come between a step and its reader
 
     def _abort_all(self, groups: list[SequenceGroup], error: BaseException | None = None) -> None:

@@ -17,7 +17,7 @@ from .batch import Batch, Scheduled
 from .config import SchedulerConfig
 from .kv_cache import KVCache
 from .model import CausalLM
-from .sampling import Logprob, SamplingParams, sample, top_logprobs
+from .sampling import NO_TOKEN, Logprob, SamplingParams, sample, top_logprobs
 from .sequence import Sequence, SequenceGroup
 from .tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class ModelRunner:
         forwarded = time.perf_counter()
         token_ids = sample(logits, seqs).tolist() if seqs else []
         for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
-            if seq.params.logprobs is not None:
+            if seq.params.logprobs is not None and token_id != NO_TOKEN:
                 seq.logprobs.append(self.describe(logits[row], token_id, seq.params.logprobs))
         seconds = {
             "prepare": prepared - start,

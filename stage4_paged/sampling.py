@@ -25,6 +25,11 @@ from .config import check_int, reject_unknown
 
 GREEDY_EPSILON = 1e-5
 LARGEST = torch.finfo(torch.float32).max  # what is above it would be infinite when it meets the logits
+NO_TOKEN = -1  # in place of an id, where the logits are no numbers
+NO_NUMBERS = (
+    "the logits are NaN or infinite: weights are broken, or a 16-bit dtype overflows (float16 ends at 65,504; try "
+    "dtype='bfloat16' or 'float32')"
+)
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,13 @@ def sample(logits: torch.Tensor, seqs: Rows) -> torch.Tensor:
 
     logits [R, vocab] of any float dtype (raised to fp32 at least); seqs: R sequences, of which `params`, `seed`,
     `token_ids`, `num_output_tokens` and `stop_token_ids` are read. Returns ids [R], int64, on the logits' device.
+    NO_TOKEN for a row with NaN, or whose best is infinite: any id would look like an answer.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = apply_penalties(logits, seqs)
-    greedy = logits.argmax(dim=-1)
+    best, greedy = logits.max(dim=-1)  # NaN, if there is one
+    is_sound = best.isfinite()
+    greedy = torch.where(is_sound, greedy, NO_TOKEN)
     params = [seq.params for seq in seqs]
     if all(p.is_greedy for p in params):
         return greedy
@@ -137,7 +145,7 @@ def sample(logits: torch.Tensor, seqs: Rows) -> torch.Tensor:
     logits = keep_top_k_top_p(logits, [p.top_k for p in params], [p.top_p for p in params])
     noise = gumbel_noise([seq.seed for seq in seqs], [seq.num_output_tokens for seq in seqs], logits)
     is_greedy = torch.tensor([p.is_greedy for p in params], device=logits.device)
-    return torch.where(is_greedy, greedy, (logits + noise).argmax(dim=-1))
+    return torch.where(is_greedy | ~is_sound, greedy, (logits + noise).argmax(dim=-1))
 
 
 def _column(values: list, like: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,8 @@ def report(llm: LLM, pieces) -> None:
             show(piece)
     except KeyboardInterrupt:
         pass
+    except FloatingPointError as error:
+        sys.exit(str(error))
     seconds = time.perf_counter() - start
     counters = llm.metrics.counters()
     of_prompt = sum(not record.decode_tokens for record in llm.metrics.trace)  # steps; the last of them makes a token

@@ -117,7 +117,7 @@ class DraftModel(Proposer):
         while left := [one for one in followers if not one.is_done]:
             self._step(left)
         return {
-            one.target: [*takewhile(lambda token_id: token_id < self.target_vocab_size, one.drafts)]
+            one.target: [*takewhile(lambda token_id: 0 <= token_id < self.target_vocab_size, one.drafts)]
             for one in followers
         }
 

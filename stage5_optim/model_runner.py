@@ -27,7 +27,7 @@ from .cuda_graphs import DecodeGraphs
 from .kv_cache import KVCache, free_memory
 from .model import CausalLM
 from .parallel import OneRank
-from .sampling import Logprob, SamplingParams, sample, top_logprobs
+from .sampling import NO_TOKEN, Logprob, SamplingParams, sample, top_logprobs
 from .sequence import Sequence, SequenceGroup
 from .speculative import Ahead, is_true
 from .staging import Staging, TableRows
@@ -149,7 +149,8 @@ class ModelRunner:
             if not is_true(seq, found):
                 continue
             found.append(sampled[row])
-            if seq.params.logprobs is not None and not seq.is_finished:
+            wants_logprobs = seq.params.logprobs is not None and not seq.is_finished
+            if wants_logprobs and sampled[row] != NO_TOKEN:
                 seq.logprobs.append(self.describe(step.logits[i], sampled[row], seq.params.logprobs))
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepResult(token_ids, step.attention_pairs, seconds)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .attention import write_kv
 from .quantised_kv import KV
-from .sampling import gumbel_noise
+from .sampling import NO_TOKEN, gumbel_noise
 
 if TYPE_CHECKING:
     from .model import Embedding, Linear, RMSNorm
@@ -124,17 +124,21 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, inverse_temperature
 
     logits [R, vocab]; seeds [R], 64 bits in an int64 each; positions [R] int64, below 2^31; inverse_temperatures [R]
     fp32, where 0 means greedy. The noise is that of sampling.py. Of equal scores the lowest id wins in the kernel, and
-    usually here, where PyTorch leaves it open. A row of nothing but NaN or -inf gives some id of the vocabulary.
+    usually here, where PyTorch leaves it open. A row with NaN, or whose best is infinite, gives NO_TOKEN.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     noise = gumbel_noise(seeds.tolist(), positions.tolist(), wide)
     scale = inverse_temperatures[:, None]
-    out.copy_(torch.where(scale > 0, wide * scale + noise, wide).argmax(dim=-1))
+    best, ids = torch.where(scale > 0, wide * scale + noise, wide).max(dim=-1)
+    out.copy_(torch.where(best.isfinite(), ids, NO_TOKEN))
 
 
 def known_ids(input_ids: Tensor, sampled: Tensor) -> Tensor:
-    """input_ids [T] with every negative one replaced by what the last step sampled: -1 is the last row of `sampled`."""
-    return torch.where(input_ids < 0, sampled[input_ids.clamp(max=-1)], input_ids)
+    """input_ids [T] with every negative one replaced by what the last step sampled: -1 is the last row of `sampled`.
+
+    NO_TOKEN is taken as 0: its sequence is at its end, and what is computed for it is dropped.
+    """
+    return torch.where(input_ids < 0, sampled[input_ids.clamp(max=-1)].clamp(min=0), input_ids)
 
 
 def embed(input_ids: Tensor, embedding: Embedding) -> Tensor:

@@ -162,7 +162,8 @@ class Pipeline:
                 seq.append_tokens(token_ids[seq.seq_id])
                 if item.drafts:
                     self.speculator.take_back(item, len(token_ids[seq.seq_id]) - 1, record)
-                self.scheduler.publish(seq, seq.num_computed_tokens)
+                if seq.finish_reason != "error":  # its K and V may be no numbers, too
+                    self.scheduler.publish(seq, seq.num_computed_tokens)
 
 
 def discard(item: Scheduled, record: StepRecord) -> None:

@@ -48,7 +48,7 @@ def sample_kernel(
     logits_ptr, seeds, positions, inverse_temperatures, best_ptr, ids_ptr,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The program of (slice, row) leaves the slice's best score and its id. Numbers that are none lose."""
+    """The program of (slice, row) leaves the slice's best score and its id. NaN counts as infinite."""
     piece, row = tl.program_id(0), tl.program_id(1)
     start_next(PDL)
     ids = piece * BLOCK + tl.arange(0, BLOCK)
@@ -59,7 +59,7 @@ def sample_kernel(
     if scale > 0:
         bits = hash_bits(tl.load(seeds + row), tl.load(positions + row), ids.to(tl.uint32))
         scores = scores * scale + gumbel_noise(bits)
-    scores = tl.where(scores == scores, scores, float("-inf"))
+    scores = tl.where(scores == scores, scores, float("inf"))
     best, at = tl.max(scores, 0, return_indices=True)  # the lowest of equals: a masked id never wins
     tl.store(best_ptr + row * tl.num_programs(0) + piece, best)
     tl.store(ids_ptr + row * tl.num_programs(0) + piece, piece * BLOCK + at)
@@ -67,12 +67,13 @@ def sample_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["out_ptr"])
 def pick_kernel(best_ptr, ids_ptr, out_ptr, PIECES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    """One program per row: the id of the best slice, the first of equals."""
+    """One program per row: the id of the best slice, the first of equals. NO_TOKEN if that is infinite."""
     wait_for_last(PDL)
     row, pieces = tl.program_id(0), tl.arange(0, TILE)
     best = tl.load(best_ptr + row * PIECES + pieces, mask=pieces < PIECES, other=float("-inf"))
-    _, at = tl.max(best, 0, return_indices=True)
-    tl.store(out_ptr + row, tl.load(ids_ptr + row * PIECES + at).to(tl.int64))
+    top, at = tl.max(best, 0, return_indices=True)
+    token = tl.load(ids_ptr + row * PIECES + at).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(tl.abs(top) < float("inf"), token, -1))
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, inverse_temperatures: Tensor, out: Tensor) -> None:
@@ -92,7 +93,7 @@ def known_ids_kernel(ids_ptr, sampled_ptr, out_ptr, num_tokens, num_rows, BLOCK:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + at, mask=at < num_tokens, other=0)
     sampled = tl.load(sampled_ptr + num_rows + ids, mask=ids < 0, other=0)
-    tl.store(out_ptr + at, tl.where(ids < 0, sampled, ids), mask=at < num_tokens)
+    tl.store(out_ptr + at, tl.where(ids < 0, tl.maximum(sampled, 0), ids), mask=at < num_tokens)
 
 
 def known_ids(input_ids: Tensor, sampled: Tensor) -> Tensor:

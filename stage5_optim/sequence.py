@@ -1,6 +1,6 @@
 """Sequence: one request's way through the engine, and what comes out of it.
 
-    WAITING  ->  RUNNING (holds KV blocks)  ->  FINISHED (finish_reason: "stop" | "length" | "abort")
+    WAITING  ->  RUNNING (holds KV blocks)  ->  FINISHED (finish_reason: "stop" | "length" | "abort" | "error")
        ^            |      ^
        |  recompute |      | swap in
        +------------+      |
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
-from .sampling import Logprob, SamplingParams
+from .sampling import NO_TOKEN, Logprob, SamplingParams
 from .tokenizer import Detokenizer
 
 
@@ -57,7 +57,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """text without stop token and stop string; token_ids with the stop token; logprobs: one dict per token."""
+    """text without stop token and stop string; token_ids with the stop token; logprobs: one dict per token.
+
+    finish_reason: "stop", "length", "abort", or "error": the logits were no numbers.
+    """
 
     index: int
     text: str
@@ -174,6 +177,9 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         """Take the token that was sampled, in place of its placeholder, and finish if it ends the output."""
+        if token_id == NO_TOKEN:
+            self.finish("error")
+            return
         if self.num_pending_tokens:
             self.token_ids[self.num_known_tokens] = token_id
             self.num_pending_tokens -= 1
@@ -196,7 +202,7 @@ class Sequence:
             del self.logprobs[self.num_output_tokens :]
 
     def finish(self, reason: str) -> None:
-        """reason: "stop", "length" or "abort". Text held back is released. A finished sequence stays so."""
+        """reason: "stop", "length", "abort" or "error". Text held back is released. A finished sequence stays so."""
         if self.is_finished:
             return
         del self.token_ids[self.num_known_tokens :]

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .. import SamplingParams, sampling
-from ..sampling import apply_penalties, gumbel_noise, sample, top_logprobs
-from .script import engine, scripted
+from ..sampling import NO_TOKEN, apply_penalties, gumbel_noise, sample, top_logprobs
+from .script import complete, engine, force, scripted
 
 PROBS = [0.50, 0.25, 0.15, 0.10]
 DRAWS = 8_000
@@ -238,6 +238,34 @@ def test_min_tokens_forbids_the_end(temperature):
     for position, allowed in [(0, {0, 1}), (1, {0, 1}), (2, {3})]:
         ids = set(draw(logits, seeds(100, position=position, **ends)))
         assert ids <= allowed, f"output token {position} may be one of {allowed}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_give_no_token(bad, temperature):
+    """A model that overflowed in 16 bits said "!!!!!!!!", id 0 for ever. Neighbours must draw as when alone."""
+    logits, seqs = SMALL.repeat(3, 1), seeds(3, temperature=temperature)
+    logits[1, 4] = bad
+    ids = sample(logits, seqs).tolist()
+    assert ids[1] == NO_TOKEN
+    assert [ids[0], ids[2]] == [draw(SMALL, [seqs[i]])[0] for i in (0, 2)]
+    assert draw(torch.full((8,), -math.inf), seqs) == [NO_TOKEN] * 3
+
+
+@pytest.mark.parametrize("params", [{}, dict(temperature=1.0, top_p=0.5), dict(logprobs=2, repetition_penalty=1.5)])
+def test_a_model_that_gives_no_numbers_is_an_error(params):
+    """What was said before stays, and the engine can be used again."""
+    llm = engine()
+    rows = force([65, 66, 67, 68], llm.model_config.vocab_size)
+    rows[2] = math.nan
+    with scripted(llm, rows, prompt_len=1):
+        with pytest.raises(FloatingPointError, match="dtype='bfloat16' or 'float32'"):
+            complete(llm, [9], max_tokens=4, **params)
+        pieces, said = llm.stream([9], SamplingParams(max_tokens=4, **params)), []
+        with pytest.raises(FloatingPointError):
+            said.extend(pieces)
+    assert "".join(said) == llm.tokenizer.decode([65, 66])
+    assert complete(llm, [9], max_tokens=4).finish_reason == "length"
 
 
 # ---------------------------------------------------------------- the distribution

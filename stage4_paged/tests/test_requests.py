@@ -418,3 +418,32 @@ def test_close_between_a_step_and_its_reader(is_stream, monkeypatch):
     monkeypatch.setattr(llm, "_step_for_others", lambda: (step(), llm.close()))
     with pytest.raises(ValueError, match="closed"):
         list(llm.stream("a", params)) if is_stream else llm.generate(["a", "b"], params, use_tqdm=False)
+
+
+def without_numbers(llm: LLM, prompt: list[int]) -> list[int]:
+    """Break what the model reads of one token, so that this prompt's answer ends after it. Returns that answer."""
+    (output,) = llm.generate([prompt], greedy(8), use_tqdm=False)
+    said = output.outputs[0].token_ids[:4]
+    assert said.count(said[3]) == 1 and said[3] not in prompt
+    with torch.inference_mode():
+        llm.model_runner.model.model.embed_tokens.weight[said[3]] = float("nan")
+    return said
+
+
+def test_a_request_whose_logits_are_no_numbers_ends_alone():
+    """Its neighbours neither fail nor change; what it held is free; `generate` does not call half a text an answer."""
+    llm = new_engine(max_num_seqs=3, max_model_len=64)
+    (good,) = llm.generate([[3, 3]], greedy(8), use_tqdm=False)
+    said = without_numbers(llm, [1, 2])
+    assert said[3] not in good.outputs[0].token_ids
+    for name, prompt in dict(first=[3, 3], bad=[1, 2], last=[3, 3]).items():
+        llm.add_request(prompt, greedy(8), request_id=name)
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0] for output in llm.step()}
+    assert (done["bad"].finish_reason, done["bad"].token_ids) == ("error", said)
+    assert done["first"].token_ids == done["last"].token_ids == good.outputs[0].token_ids
+    assert is_clean(llm)
+    with pytest.raises(FloatingPointError, match="NaN or infinite"):
+        llm.generate([[3, 3], [1, 2]], greedy(8), use_tqdm=False)
+    assert llm.generate([[3, 3]], greedy(8), use_tqdm=False)[0].outputs[0].token_ids == good.outputs[0].token_ids

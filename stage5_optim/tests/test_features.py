@@ -1,7 +1,9 @@
 """Which ideas are on: the defaults of each machine, what is left out and why, and what cannot be asked for."""
 
 import itertools
+import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from .. import ops as torch_ops
 from ..config import EngineConfig, Resolved
 from ..features import Features, resolve_features
 from ..llm import logger
+from .script import new_engine
+from .test_requests import greedy, is_clean, without_numbers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BACKENDS = ("triton", "flash_attn", "torch")
@@ -189,3 +193,51 @@ def test_gpu_features_as_they_are_found():
         assert llm.features.async_scheduling
         assert llm.features.cuda_graphs == (llm.model_runner.graphs is not None)
         assert llm.features.cuda_graphs or any("no graphs" in note for note in llm.features.notes)
+
+
+NGRAM, DRAFTS = SpeculativeConfig(method="ngram", num_tokens=3), SpeculativeConfig(model="tiny", num_tokens=5)
+ANY_FEATURE = [
+    dict(async_scheduling=True),
+    dict(async_scheduling=True, enforce_eager=False, enable_prefix_caching=True),
+    dict(kv_cache_dtype="int8", max_num_batched_tokens=8),
+    dict(speculative=NGRAM),
+    dict(speculative=DRAFTS, enforce_eager=False),
+]
+
+
+def break_the_guesser(llm: LLM, token_id: int) -> list[int]:
+    """A draft model that gives no numbers after this token. Returns the list of all drafts to come."""
+    proposer, made = llm._pipeline.speculator.proposer, []
+    proposer.model.model.embed_tokens.weight.data[token_id] = math.nan
+    propose = proposer.propose
+
+    def propose_and_note(wanted: dict) -> dict:
+        found = propose(wanted)
+        made.extend(draft for drafts in found.values() for draft in drafts)
+        return found
+
+    proposer.propose = propose_and_note
+    return made
+
+
+@pytest.mark.parametrize("options", ANY_FEATURE, ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_logits_that_are_no_numbers_end_their_request_alone(options, count):
+    """Whatever is planned ahead, padded, shared or guessed: what is not a token is never looked up as one."""
+    with new_engine(max_num_seqs=4, max_model_len=64, block_size=4, **options) as llm:
+        good = llm.generate([[3, 3] * 5], greedy(8), use_tqdm=False)[0].outputs[0].token_ids
+        said = without_numbers(llm, [1, 2])
+        drafts = break_the_guesser(llm, said[3]) if llm.config.speculative == DRAFTS else []
+        for name, prompt in dict(first=[3, 3] * 5, bad=[1, 2], last=[3, 3] * 5).items():
+            llm.add_request(prompt, replace(greedy(8), n=count, logprobs=1), request_id=name)
+        done = {}
+        while llm.has_unfinished_requests():
+            done |= {output.request_id: output.outputs for output in llm.step()}
+            llm.block_manager.check_integrity()
+        assert [(one.finish_reason, one.token_ids) for one in done["bad"]] == [("error", said)] * count
+        assert all(len(one.logprobs) == len(said) for one in done["bad"])
+        assert [one.token_ids for one in done["first"] + done["last"]] == [good] * 2 * count
+        with pytest.raises(FloatingPointError):
+            "".join(llm.stream([1, 2], greedy(8)))
+        assert is_clean(llm)
+        assert min(drafts, default=0) >= 0
