@@ -15,7 +15,7 @@ Backends have one signature, (q, k, v, metadata) -> out, and the same result:
 Source: Attention Is All You Need, section 3.2 (arXiv 1706.03762); GQA (arXiv 2305.13245).
 """
 
-import importlib.util
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,23 @@ def attend_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: At
 BACKENDS = {"torch": attend_torch, "flash_attn": attend_flash}
 
 
+def package_obstacle(module: str, name: str) -> str | None:
+    """Why a package cannot be used, or None when it can. One that was built for another torch is there, and fails."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            return f"the package {name} is not installed"
+        return f"the package {name} cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
 def flash_attn_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why flash-attn cannot be used here, or None when it can."""
     if device.type != "cuda":
         return "flash_attn needs a GPU"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed"
+    if obstacle := package_obstacle("flash_attn", "flash-attn"):
+        return obstacle
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "flash_attn needs a GPU of compute capability 8.0 or more"
     if dtype not in (torch.float16, torch.bfloat16):

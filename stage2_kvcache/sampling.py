@@ -95,17 +95,17 @@ def _check_number(name: str, value: object, low: float, high: float, limit: str,
 def _as_stop_strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, (list, tuple)):
-        raise ValueError(f"stop={stop!r}: expected a string or a list of strings")
+        raise ValueError(f"stop={stop!r:.80}: expected a string or a list of strings")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ValueError(f"stop={stop!r}: expected non-empty strings")
+            raise ValueError(f"stop={stop!r:.80}: expected non-empty strings")
     return tuple(strings)
 
 
 def _as_stop_ids(ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
-        raise ValueError(f"stop_token_ids={ids!r}: expected a list of token ids")
+        raise ValueError(f"stop_token_ids={ids!r:.80}: expected a list of token ids")
     ids = [plain(token_id) for token_id in ids]
     for token_id in ids:
         check_int("a stop_token_ids entry", token_id, minimum=0)

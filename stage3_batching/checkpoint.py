@@ -181,7 +181,7 @@ def fill_from(model: CausalLM, folder: Path) -> None:
 
 def fill_random(model: CausalLM, seed: int) -> None:
     """Random weights made on the device: ones for norms, normal with deviation 0.02 for all else."""
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed % 2**64)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)

@@ -28,7 +28,7 @@ def as_prompts(prompts: object) -> list[str | list[int]]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
-        raise ValueError(f"prompts={prompts!r}: expected text, a list of token ids, or a list of such")
+        raise ValueError(f"prompts={prompts!r:.80}: expected text, a list of token ids, or a list of such")
     prompts = [plain(prompt) for prompt in prompts]
     return [prompts] if _is_ids(prompts) else prompts
 
@@ -49,14 +49,17 @@ def as_params(params: object, num_prompts: int) -> list[SamplingParams]:
         raise ValueError(f"{len(many)} sampling_params for {num_prompts} prompts: give one, or one for each prompt")
     for one in many:
         if not isinstance(one, SamplingParams):
-            raise ValueError(f"sampling_params={one!r}: expected SamplingParams")
+            kind = f"{type(one).__module__}.{type(one).__qualname__}"  # each stage has its own
+            raise ValueError(
+                f"sampling_params={one!r:.80}, a {kind}: expected {SamplingParams.__module__}.SamplingParams"
+            )
     return many
 
 
 def check_prompt_ids(ids: object, vocab_size: int, max_model_len: int) -> list[int]:
     """The token ids of a prompt as ints. Raises ValueError for none, too many, or one outside the vocabulary."""
     if not isinstance(ids, (list, tuple)):
-        raise ValueError(f"the prompt {ids!r} is neither text nor a list of token ids")
+        raise ValueError(f"the prompt {ids!r:.80} is neither text nor a list of token ids")
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
     if not _is_ids(ids):

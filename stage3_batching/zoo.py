@@ -87,12 +87,14 @@ def _folder_of(model: str, hub_id: str) -> Path:
         return convert_gguf(_packaged_gguf())
     if model.lower() == "tiny":
         return tiny_folder()
-    path = Path(model).expanduser()
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    try:
+        path = Path(model).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, or the home of nobody
+        raise ValueError(f"model={model!r:.80}: {error!s:.200}") from None
+    if path.suffix.lower() == ".gguf" and is_file:
         return convert_gguf(path)
-    if path.is_dir():
-        return path
-    return _download(model, hub_id)
+    return path if is_folder else _download(model, hub_id)
 
 
 def _download(model: str, hub_id: str) -> Path:

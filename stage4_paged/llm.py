@@ -258,12 +258,22 @@ class LLM:
         except BaseException as error:  # Ctrl-C too: what the step held must not stay behind, half done
             self._is_driving = False
             self.block_manager.recount()
-            self._abort_all(list(self.scheduler.batch.touched.values()), error)
+            groups = list(self.scheduler.batch.touched.values())
+            owed = self._owed(groups)
+            self._abort_all(groups, error)
+            self._undelivered += owed
             raise
         finally:
             self._is_driving = False
             while self._to_abort:
                 self.abort_request(self._to_abort.pop())
+
+    def _owed(self, groups: list[SequenceGroup]) -> list[RequestOutput]:
+        """Outputs of those who had ended before the step failed. `step` returns them all the same."""
+        ended = [group for group in groups if group.is_finished and self._serves(group)]
+        for group in ended:
+            group.metrics.finish_time = group.metrics.finish_time or time.perf_counter()
+        return [group.to_output() for group in ended if group.request_id in self._for_step]
 
     def _postprocess(self, batch: Batch, result: StepResult, start: float, scheduled: float) -> None:
         """Take over what the step computed, and count it."""

@@ -40,12 +40,16 @@ class RopeConfig:
         """Read the rope settings of a `config.json`, old keys and new.
 
         Old files say `rope_theta` and `rope_scaling` (with "type" or "rope_type"); new ones put all of it into
-        `rope_parameters`. Raises ValueError for a rope_type that is not in ROPE_TYPES, naming it.
+        `rope_parameters`. Of both, `rope_scaling` counts, as in transformers: somebody has added it. Raises ValueError
+        for a rope_type that is not in ROPE_TYPES, naming it.
         """
-        params = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        params = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        _check_one_theta(config, params)
         rope_type = params.get("rope_type") or params.get("type") or "default"
-        if rope_type not in ROPE_TYPES or any(isinstance(value, dict) for value in params.values()):
+        if rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if sections := [key for key, value in params.items() if isinstance(value, dict)]:
+            raise ValueError(f"rope settings of their own for {', '.join(sections)} are not supported")
         if (params.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1.0 is not supported")
         known = {field.name for field in fields(cls)}
@@ -85,6 +89,17 @@ class RopeConfig:
         if self.rope_type == "yarn":
             return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
         return max_position_embeddings
+
+
+def _check_one_theta(config: dict, params: dict) -> None:
+    """Where `rope_scaling` displaces a `rope_theta` of `rope_parameters`, transformers goes on with another one."""
+    lost = (config.get("rope_parameters") or {}).get("rope_theta")
+    theta = params.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if lost is not None and lost != theta:
+        raise ValueError(
+            f"config.json has rope_theta={lost!r} in rope_parameters, which rope_scaling displaces, and {theta!r} "
+            "without it; write all settings into rope_parameters, and take rope_scaling out"
+        )
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:

@@ -172,10 +172,10 @@ class Sequence:
         """reason: "stop", "length", "abort" or "error". Text held back is released. A finished sequence stays so."""
         if self.is_finished:
             return
-        self.status = SequenceStatus.FINISHED
+        self._detokenizer.finish()
         self.finish_reason = reason
         self.metrics.finish_time = time.perf_counter()
-        self._detokenizer.finish()
+        self.status = SequenceStatus.FINISHED  # last: who is finished is complete, whatever fails after it
 
     def to_completion(self) -> CompletionOutput:
         return CompletionOutput(self.index, self.text, self.output_token_ids, self.finish_reason, self.logprobs)

@@ -88,13 +88,13 @@ class Tokenizer:
 
 def _check_messages(messages: object) -> None:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(f"messages={messages!r}: expected a non-empty list of {{'role': ..., 'content': ...}}")
+        raise ValueError(f"messages={messages!r:.80}: expected a non-empty list of {{'role': ..., 'content': ...}}")
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"message {message!r}: expected a dict with 'role' and 'content'")
+            raise ValueError(f"message {message!r:.80}: expected a dict with 'role' and 'content'")
         for key in ("role", "content"):
             if not isinstance(message[key], str):
-                raise ValueError(f"message {message!r}: {key!r} must be text")
+                raise ValueError(f"message {message!r:.80}: {key!r} must be text")
 
 
 class Detokenizer:
@@ -112,20 +112,25 @@ class Detokenizer:
         self._complete = 0  # so many tokens of the window end with a character
         self._taken = 0  # characters of the window's text that `_decode` has returned
         self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._num_early = 0  # so many characters of that came before a stop string counts
 
     def add(self, token_id: int, may_stop: bool = True) -> bool:
         """Take one more token. Returns True if a stop string is complete; the text then ends before it."""
         self._held += self._decode(token_id)
         if may_stop:
-            cut = _earliest(self._held, self._stop)
+            cut = _earliest(self._held, self._stop, self._num_early)
             if cut is not None:
                 self.text += self._held[:cut]
                 self._held = ""
                 self._window.clear()
                 return True
+        else:
+            self._num_early = len(self._held)
         keep = _stop_prefix_length(self._held, self._stop)
-        self.text += self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        released = len(self._held) - keep
+        self.text += self._held[:released]
+        self._held = self._held[released:]
+        self._num_early = max(0, self._num_early - released)
         return False
 
     def finish(self) -> None:
@@ -150,9 +155,11 @@ class Detokenizer:
         return new
 
 
-def _earliest(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the stop string that is complete first begins: the same however the text falls into tokens."""
-    found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+def _earliest(text: str, stop: tuple[str, ...], num_early: int) -> int | None:
+    """Where the stop string that is complete first begins: the same however the text falls into tokens. One that is
+    complete within the first num_early characters does not count."""
+    places = [(string, text.find(string, max(0, num_early + 1 - len(string)))) for string in stop]
+    found = [(at + len(string), at) for string, at in places if at >= 0]
     return min(found)[1] if found else None
 
 

@@ -200,7 +200,7 @@ def fill_random(model: CausalLM, seed: int, config: ModelConfig, shard: Shard) -
     Every rank draws the whole model, one tensor at a time, and keeps its part: the parts fit together.
     """
     device, parameters = model.lm_head.weight.device, dict(model.named_parameters())
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed % 2**64)
     for name, like in empty_model(config).named_parameters():
         if "norm" in name:
             parameters[name].fill_(1.0)

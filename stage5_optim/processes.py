@@ -28,6 +28,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,9 @@ class Started(Link):
     def _start(self, message: tuple) -> None:
         ours, theirs = Pipe()
         call = f"main({theirs.fileno()}, {os.getpid()})"
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.worker import main; {call}"
+        here = Path(__file__).resolve().parents[1]  # "" in sys.path is a folder that may have changed since the import
+        path = [str(here), *(entry for entry in sys.path if isinstance(entry, str))]
+        code = f"import sys; sys.path[:] = {path!r}; from {__package__}.worker import main; {call}"
         arguments = [sys.executable, "-c", code]
         env = os.environ | {"TQDM_DISABLE": "1"}  # bars are shown once
         process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)

@@ -12,13 +12,13 @@ go to NCCL, where every rank sums a piece and passes it on. The kernel is in sum
 peer_memory.py. Source of the idea: the one-shot all-reduce of TensorRT-LLM and vLLM (custom_all_reduce).
 """
 
-import importlib.util
 import os
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from .attention import package_obstacle
 from .peer_memory import PeerMemory, find_runtime
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def find_obstacle(size: int, dtype: torch.dtype) -> str | None:
         return f"no quick kernel for {dtype}"
     if dist.is_torchelastic_launched() and int(os.environ["LOCAL_WORLD_SIZE"]) < size:
         return "ranks are on several machines"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
+    if obstacle := package_obstacle("triton", "triton"):
+        return obstacle
     if find_runtime() is None:
         return "the CUDA runtime was not found"
     here = torch.cuda.current_device()

@@ -207,10 +207,10 @@ class Sequence:
             return
         del self.token_ids[self.num_known_tokens :]
         self.num_pending_tokens = 0
-        self.status = SequenceStatus.FINISHED
+        self._detokenizer.finish()
         self.finish_reason = reason
         self.metrics.finish_time = time.perf_counter()
-        self._detokenizer.finish()
+        self.status = SequenceStatus.FINISHED  # last: who is finished is complete, whatever fails after it
 
     def to_completion(self) -> CompletionOutput:
         return CompletionOutput(self.index, self.text, self.output_token_ids, self.finish_reason, self.logprobs)

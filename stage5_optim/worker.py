@@ -43,8 +43,9 @@ class Setup:
 
     @property
     def graph_sizes(self) -> list[int]:
-        sizes = graph_sizes(self.scheduler.max_num_seqs, self.features.rows_per_seq)
-        return sizes if self.features.cuda_graphs else []
+        if not self.features.cuda_graphs:
+            return []
+        return graph_sizes(self.scheduler.max_num_seqs, self.features.rows_per_seq)
 
     @property
     def most_rows(self) -> int:

@@ -147,6 +147,11 @@ REFUSED = {
         dict(rope_scaling={"rope_type": "llama3", "factor": 8}),
         "needs low_freq_factor, high",
     ),
+    "rope by layer": (dict(rope_parameters={"full_attention": {"rope_theta": 1e6}}), "of their own for full_attention"),
+    "rope in two places": (
+        dict(rope_scaling={"type": "linear", "factor": 2}, rope_parameters={"rope_theta": 1e6}),
+        "rope_theta=1000000.0 in rope_parameters.* 10000.0 without it.*take rope_scaling out",
+    ),
     "missing shapes": (dict(hidden_size=None, num_hidden_layers=None), "lacks hidden_size, num_hidden_layers"),
 }
 
@@ -284,6 +289,7 @@ def test_flash_attn_on_a_cpu_is_refused_with_the_reason():
         LLM("tiny", device="cpu", attention_backend="flash_attn")
 
 
+BLOCK_SIZE = ()  # what the kernels need to know beside
 OBSTACLES = {
     "package": (dict(package=None), "not installed"),
     "old GPU": (dict(capability=(7, 5)), "capability 8.0"),
@@ -297,7 +303,7 @@ OBSTACLES = {
 def test_flash_attn_is_left_aside_for_a_reason(machine, reason, monkeypatch):
     """Where one thing is in the way, auto takes torch and says why; to insist is an error with that reason."""
     machine = dict(package=object(), capability=(9, 0), dtype=torch.bfloat16, head_dim=128) | machine
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: machine["package"])
+    monkeypatch.setattr(attention, "package_obstacle", lambda *_: None if machine["package"] else "not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine["capability"])
     arguments = CUDA, machine["dtype"], machine["head_dim"]
     backend, why = attention.choose_backend(None, *arguments)
@@ -308,7 +314,7 @@ def test_flash_attn_is_left_aside_for_a_reason(machine, reason, monkeypatch):
 
 
 def test_flash_attn_is_taken_where_nothing_is_in_the_way(monkeypatch):
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "package_obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert attention.choose_backend(None, CUDA, torch.float16, 64)[0] == "flash_attn"
     assert attention.choose_backend("torch", CUDA, torch.float16, 64) == ("torch", "asked for")
@@ -324,6 +330,29 @@ def test_first_log_line_says_what_was_chosen(caplog):
     first = caplog.records[0].getMessage()
     for word in (PACKAGE, "tiny", "cpu", "float64", "attention torch", "flash_attn needs a GPU", "77"):
         assert word in first
+
+
+BROKEN = {
+    "undefined symbol": (
+        "raise ImportError('undefined symbol: _ZN3c10')",
+        "cannot be imported .ImportError: undefined",
+    ),
+    "half removed": ("import flash_attn_2_cuda_that_is_gone", "cannot be imported .ModuleNotFoundError: .*gone"),
+    "no runtime": ("raise OSError('libcudart.so.11.0')", "cannot be imported .OSError: libcudart"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_package_that_is_there_but_broken(source, reason, monkeypatch, tmp_path):
+    """Built for another torch, flash-attn was chosen because it was found, and failed in the first step."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match=reason):
+        attention.choose_backend("flash_attn", CUDA, torch.bfloat16, 128, *BLOCK_SIZE)
+    assert attention.choose_backend(None, CUDA, torch.bfloat16, 128, *BLOCK_SIZE)[0] != "flash_attn"
 
 
 WITHOUT_EXTRAS = """

@@ -85,6 +85,16 @@ def test_frequencies_are_those_of_transformers(scaling, block, key):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_a_scaling_that_was_added_to_a_new_file_counts(scaling):
+    """What model cards advise for long texts, done to a file of transformers 5, which has rope_parameters already."""
+    config = hf(scaling, "rope_scaling")
+    both = config | dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    assert RopeConfig.from_hf(both) == RopeConfig.from_hf(config)
+    inv_freq, _ = inverse_frequencies(RopeConfig.from_hf(both), HEAD_DIM)
+    torch.testing.assert_close(inv_freq, reference(both).inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_table_holds_cos_and_sin_of_each_position(scaling):
     """[positions, 2, head_dim / 2]: what transformers multiplies with, without its second copy of each column."""
     config = hf(scaling)

@@ -206,6 +206,28 @@ def test_a_complete_stream_stays_complete_when_a_later_step_fails(monkeypatch):
         list(long)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_has_ended_is_returned_though_a_later_step_fails(policy, monkeypatch):
+    """The member of a static batch that waits for the others was thrown away with them, without output or error."""
+    with new_engine(max_num_seqs=2, max_model_len=64, policy=policy) as llm:
+        llm.add_request([9, 8], greedy(2), request_id="short")
+        llm.add_request([7, 7], greedy(20), request_id="long")
+        outputs = [output for _ in range(5) for output in llm.step()]
+
+        def fails(hidden):
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model_runner.model, "compute_logits", fails)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                llm.step()
+        outputs += llm.step()
+        assert [(one.request_id, one.outputs[0].finish_reason, one.finished) for one in outputs] == [
+            ("short", "length", True)
+        ]
+        assert outputs[0].metrics.finish_time is not None and is_clean(llm)
+
+
 def test_a_long_queue_is_not_looked_through_in_every_step(monkeypatch):
     """Whoever waits cannot have ended: with 20,000 prompts looking at all of them took longer than the step."""
     llm, asked = new_engine(max_num_seqs=2), []

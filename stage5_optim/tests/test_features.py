@@ -27,7 +27,8 @@ def resolve(monkeypatch, device: torch.device = CUDA, **machine: object) -> Feat
     usual = dict(triton=object(), capability=(9, 0), dtype=torch.bfloat16, head_dim=128)
     usual |= dict(backend="triton", block_size=16)
     machine = usual | machine
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: machine["triton"])
+    missing = "the package triton is not installed"
+    monkeypatch.setattr(attention, "package_obstacle", lambda *_: None if machine["triton"] else missing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine["capability"])
     options = {name: value for name, value in machine.items() if name not in usual}
     dtype, backend, block_size = machine["dtype"], machine["backend"], machine["block_size"]

@@ -76,6 +76,14 @@ def test_a_cut_character_leaves_those_before_it(sentencepiece):  # noqa: F811
     assert texts[0] == texts[1] and texts[0].startswith("a你")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_good_bytes_that_were_read_at_once_stay_good(sentencepiece, size):  # noqa: F811
+    """Read late, 日本 stayed in the window as a whole; the half emoji behind it then turned all of it into marks."""
+    ids = spelled("日", "本") + spelled("👍")[-4:][:size]
+    assert_same_whenever_read(sentencepiece, ids, {6})
+    assert_same_whenever_read(sentencepiece, ids, {3, 7})
+
+
 class CountingTokenizer(PieceTokenizer):
     def __init__(self):
         super().__init__(["x"] * 300)

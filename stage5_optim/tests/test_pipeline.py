@@ -771,3 +771,18 @@ def test_an_error_while_an_abort_waits(engine, monkeypatch):
     with failing(monkeypatch, ModelRunner, "collect", RuntimeError, 1, False), pytest.raises(RuntimeError):
         llm.abort_request("a")
     assert_idle(llm)
+
+
+def test_who_has_ended_is_returned_though_its_surplus_step_fails(engine, solo, monkeypatch):
+    """A stop is seen one step late; if the step that was under way fails, the text is complete all the same."""
+    llm = engine(max_num_seqs=2)
+    (output,) = llm.generate([[9, 8]], SamplingParams(**GREEDY, max_tokens=1), use_tqdm=False)
+    add(llm, "short", [9, 8], stop_token_ids=output.outputs[0].token_ids[:1], max_tokens=20)
+    add(llm, "long", [7, 7], max_tokens=20)
+    while not llm._requests["short"].is_finished:
+        assert llm.step() == []
+    with failing(monkeypatch, ModelRunner, "collect", RuntimeError, at=1, after=False), pytest.raises(RuntimeError):
+        llm.step()
+    (ended,) = llm.step()
+    assert (ended.request_id, ended.outputs[0].token_ids) == ("short", output.outputs[0].token_ids)
+    assert not llm.has_unfinished_requests()

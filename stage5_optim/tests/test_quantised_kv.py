@@ -209,7 +209,7 @@ def test_an_unknown_dtype_is_refused():
 
 def test_flash_attn_is_refused_by_name(monkeypatch):
     """It would read bytes as something else. Left out, it is not chosen, and its large blocks are not either."""
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "package_obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     machine = CUDA, torch.bfloat16, 128
     with pytest.raises(
@@ -217,13 +217,13 @@ def test_flash_attn_is_refused_by_name(monkeypatch):
     ):
         choose_backend("flash_attn", *machine, 256, torch.int8)
     assert choose_backend(None, *machine, 16, torch.float8_e4m3fn)[0] == "triton"
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(attention, "package_obstacle", lambda name, _: "not installed" if name == "triton" else None)
     assert choose_block_size(None, None, *machine) == 256 and choose_block_size(None, None, *machine, torch.int8) == 16
     assert choose_backend(None, *machine, 16, torch.int8)[0] == "torch"
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "package_obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     machine = CUDA, torch.bfloat16, 128, 16
     with pytest.raises(ValueError, match=r"capability 8\.9 or more for kv_cache_dtype='fp8'; 'int8' needs less"):

@@ -212,6 +212,8 @@ def test_min_tokens_holds_off_stop_strings():
     assert play_pieces([0, 1, 2, 1], stop=["DEF"], min_tokens=3).text == "ABCDEFG"
     assert play_pieces(ALL, stop=["FG"], min_tokens=3).text == "ABCDE", "complete with token 3, so it counts"
     assert play_pieces(ALL, stop=["DEFGH"], min_tokens=3).text == "ABC", "complete after token 3, so it counts"
+    both = play_pieces(ALL, stop=["DEF", "DEFGX"], min_tokens=3)
+    assert (both.text, both.finish_reason) == ("ABCDEFGHIJK", "length"), "held for the second, it counted for the first"
 
 
 @pytest.mark.parametrize(("tokens", "reason"), [([66], "length"), ([END], "stop")])
