@@ -31,8 +31,9 @@ class ModelRunner:
         start = time.perf_counter()
         input_ids, positions, metadata = self.prepare(seq)
         prepared = time.perf_counter()
-        hidden = self.model(input_ids, positions, metadata)  # [T, hidden]
-        logits = self.model.compute_logits(hidden[-1:])  # [1, vocab]: only the last token's successor is unknown
+        with torch.autocast(self.device.type, enabled=False):  # one of the caller's would mix dtypes in here
+            hidden = self.model(input_ids, positions, metadata)  # [T, hidden]
+            logits = self.model.compute_logits(hidden[-1:])  # [1, vocab]: only the last token's successor is unknown
         forwarded = time.perf_counter()
         token_id = sample(logits, [seq]).item()
         if seq.params.logprobs is not None and token_id != NO_TOKEN:

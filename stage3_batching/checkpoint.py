@@ -118,7 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except SafetensorError as error:  # half a download, or the pointer that git-lfs leaves
+    except (SafetensorError, OSError) as error:  # half a download, the pointer that git-lfs leaves, or a folder
         raise ValueError(f"{file} is no complete safetensors file: {error}") from error
 
 

@@ -171,8 +171,9 @@ _REQUIRED = (
 def _check_supported(config: dict, family: str | None) -> None:
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    for name, only in (("hidden_act", "silu"), ("is_causal", True)):  # the latter looks both ways, for embeddings
+        if config.get(name, only) != only:
+            raise ValueError(f"{name} {config[name]!r} is not supported; supported: {only}")
     has_window = config.get("use_sliding_window") or (family == "llama" and config.get("sliding_window"))
     if has_window or set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError("no sliding window (use_sliding_window, layer_types) is supported: attention here sees all")
@@ -242,10 +243,9 @@ def resolve_dtype(requested: str, checkpoint: torch.dtype, device: torch.device)
 
 def resolve_max_model_len(requested: int | None, config: ModelConfig) -> int:
     """Raises ValueError when more is asked for than the positions of the model cover."""
-    limit = config.max_model_len
-    if requested is not None and requested > limit:
+    if requested is not None and requested > (limit := config.max_model_len):
         raise ValueError(f"max_model_len={requested} is more than the {limit} positions that this model has")
-    return requested or limit
+    return requested or config.max_model_len
 
 
 def resolve_scheduler(config: EngineConfig, max_num_seqs: int, max_model_len: int) -> SchedulerConfig:

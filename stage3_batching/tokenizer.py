@@ -95,6 +95,10 @@ def _check_messages(messages: object) -> None:
         for key in ("role", "content"):
             if not isinstance(message[key], str):
                 raise ValueError(f"message {message!r:.80}: {key!r} must be text")
+            try:
+                message[key].encode()
+            except UnicodeError as error:  # lone surrogates
+                raise ValueError(f"message {message!r:.80}: {key!r} is not valid Unicode text: {error}") from None
 
 
 class Detokenizer:

@@ -229,6 +229,10 @@ def _read_gguf(path: Path) -> "tuple[gguf.GGUFReader, str]":
         raise ValueError(f"{path} is no complete GGUF file: {error}") from error
     if architecture not in GGUF_ARCHITECTURES:
         raise ValueError(f"{path}: architecture {architecture!r} is not supported; supported: {GGUF_ARCHITECTURES}")
+    needed = [f"{architecture}.{name}" for name in ("block_count", "embedding_length", "attention.head_count")]
+    missing = [name for name in (*needed, "tokenizer.ggml.tokens") if reader.get_field(name) is None]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; take a file that holds a whole model")
     scaling = reader.get_field(f"{architecture}.rope.scaling.type")
     if scaling and scaling.contents() != "none":
         raise ValueError(f"{path}: rope scaling {scaling.contents()!r} is not read from GGUF; take the original folder")

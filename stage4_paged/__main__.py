@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+from typing import TextIO
 
 from . import LLM, SamplingParams
 from .zoo import DEFAULT_MODEL
@@ -73,8 +74,16 @@ def show(text: str) -> None:
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would complain again
+        _let_go_of(sys.stdout)
         sys.exit(READER_GONE)
+    except OSError as error:  # a full disk
+        _let_go_of(sys.stdout)
+        sys.exit(f"cannot write the text: {error}")
+
+
+def _let_go_of(stream: TextIO) -> None:
+    """The flush at exit would complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def report(llm: LLM, pieces) -> None:
@@ -102,4 +111,7 @@ def report(llm: LLM, pieces) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(128 + 2)

@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path.parent} has no {path.name}; expected a Hugging Face model folder")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:  # half a download, or the pointer that git-lfs leaves
+    except (ValueError, OSError, RecursionError) as error:  # half a download, or the pointer that git-lfs leaves
         raise ValueError(f"{path} is no complete JSON file: {error}; fetch it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {value!r:.40}: expected a JSON object, {{...}}; fetch it again")

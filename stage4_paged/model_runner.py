@@ -47,9 +47,10 @@ class ModelRunner:
         self.kv_cache.move(batch.moves)
         input_ids, positions, metadata = self.prepare(batch.scheduled)
         prepared = time.perf_counter()
-        hidden = self.model(input_ids, positions, self.kv_cache.data, metadata)  # [T, hidden]
-        rows, seqs = self.rows_to_sample(batch.scheduled)
-        logits = self.model.compute_logits(hidden[rows])  # [R, vocab]: only the last tokens' successors are unknown
+        with torch.autocast(self.device.type, enabled=False):  # one of the caller's would mix dtypes in here
+            hidden = self.model(input_ids, positions, self.kv_cache.data, metadata)  # [T, hidden]
+            rows, seqs = self.rows_to_sample(batch.scheduled)
+            logits = self.model.compute_logits(hidden[rows])  # [R, vocab]: only the last tokens' successors are unknown
         forwarded = time.perf_counter()
         token_ids = sample(logits, seqs).tolist() if seqs else []
         for row, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):

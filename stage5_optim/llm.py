@@ -208,6 +208,10 @@ class LLM:
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is; what it held is free at once. No output comes. An unknown id does nothing."""
+        if not isinstance(request_id, str):
+            raise ValueError(
+                f"request_id={request_id!r:.80}: expected the text that add_request returned, one at a time"
+            )
         with self._lock:
             self._for_step.pop(request_id, None)  # first of all: the step that is under way may end it
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]

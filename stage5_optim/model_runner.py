@@ -186,10 +186,11 @@ class ModelRunner:
         """The logits of a step, by a graph or as it is. Only the first rank has them all."""
         if plan.needs_sampled:
             self.ranks.broadcast(self.sampled)
-        if plan.size is None:
-            return self.forward(inputs)
-        self.ranks.all_reduces += self._all_reduces_of_graph
-        return self.graphs.replay(plan.size, inputs, self.decode)
+        with torch.autocast(self.device.type, enabled=False):  # one of the caller's would mix dtypes in here
+            if plan.size is None:
+                return self.forward(inputs)
+            self.ranks.all_reduces += self._all_reduces_of_graph
+            return self.graphs.replay(plan.size, inputs, self.decode)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab]: only the last tokens' successors are unknown."""
@@ -211,7 +212,7 @@ class ModelRunner:
         start, free = time.perf_counter(), free_memory(self.device)
         width = min(-(-max_model_len // self.kv_cache.block_size), self.kv_cache.data.shape[2])
         dtype, all_reduces = self.model.lm_head.weight.dtype, self.ranks.all_reduces
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
             self._logits = torch.empty(max(sizes), vocab_size, dtype=dtype, device=self.device)
             self.graphs = DecodeGraphs(self.decode, sizes, width, max_model_len, self.device)
         self._all_reduces_of_graph = (self.ranks.all_reduces - all_reduces) // (2 * len(sizes))  # run, then recorded

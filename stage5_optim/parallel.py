@@ -21,6 +21,7 @@ INFERENCE_STAGES_QUICK_SUMS=0 in the environment turns it off. INFERENCE_STAGES_
 what all ranks are about to compute. processes.py starts, watches and ends the processes.
 """
 
+import ctypes
 import hashlib
 import os
 import pickle
@@ -102,7 +103,11 @@ class Ranks(OneRank):
         self._num_checked = 0 if os.environ.get(CHECK) == "1" else None
         self.is_closed = False
         link.stop_sums = weakref.WeakMethod(self._stop_sums)
-        weakref.finalize(self, link.end)  # an engine that nobody closes; and at the end of the program
+        self._finalizer = weakref.finalize(
+            self, link.end
+        )  # an engine that nobody closes; and at the end of the program
+        give_up = weakref.WeakMethod(self._give_up)
+        os.register_at_fork(after_in_child=lambda: (here := give_up()) and here())
 
     def ops(self, ops: ModuleType) -> SimpleNamespace:
         """The given ones, with sums where the parts meet."""
@@ -183,6 +188,14 @@ class Ranks(OneRank):
                 let_graphs_go()
             aborting.join(PATIENCE)
             self._group = self._quick_sum = None
+
+    def _give_up(self) -> None:
+        """This process is a fork, and has none of the threads by which a group ends: to destroy it would take for ever.
+        The engine is its parent's, and closed in here."""
+        self.is_closed = True
+        self._finalizer.detach()
+        for one in (self._group, self._quick_sum):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
     def _stop_sums(self) -> None:
         """Another rank has failed. What runs on this GPU waits for it, and would do so for ever."""

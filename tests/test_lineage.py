@@ -21,7 +21,7 @@ TREE = Tree()
 ENGINE_FILES = [path for stage in TREE.stages for path in sorted((ROOT / stage).glob("*.py"))]
 PYTHON_FILES = [path for stage in TREE.stages for path in sorted((ROOT / stage).rglob("*.py"))]
 MAX_FILE_LINES = 300
-LONGER = {"llm.py": 362, "zoo.py": 305}  # the one ties all others together, the other is given
+LONGER = {"llm.py": 367, "zoo.py": 309}  # the one ties all others together, the other is given
 MAX_FUNCTION_LINES = 19
 
 

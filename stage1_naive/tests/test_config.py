@@ -130,6 +130,7 @@ REFUSED = {
     "sliding window": (dict(model_type="qwen2", use_sliding_window=True, sliding_window=16), "use_sliding_window"),
     "sliding layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     "sliding llama": (dict(model_type="llama", sliding_window=16), "sliding window"),
+    "both ways": (dict(is_causal=False), "is_causal False.*True"),
     "quantised": (dict(quantization_config={"quant_method": "awq", "bits": 4}), "awq"),
     "uneven groups": (dict(num_key_value_heads=3), "num_attention_heads=4.*num_key_value_heads=3"),
     "odd head_dim": (dict(head_dim=15), "head_dim=15.*even"),

@@ -274,6 +274,12 @@ def test_malformed_messages(messages):
     assert llm.metrics.steps == steps
 
 
+def test_text_that_is_no_unicode_is_not_the_templates_fault():
+    """A file name from the command line, read in another encoding: the blame fell on the model's template."""
+    with pytest.raises(ValueError, match="'content' is not valid Unicode text"):
+        engine().chat([{"role": "user", "content": "caf\udce9"}], use_tqdm=False)
+
+
 def test_a_template_that_refuses(tmp_path):
     """Templates raise errors of their own kind for roles that they do not know; the user gets a ValueError with the
     template's words."""
@@ -604,6 +610,25 @@ def test_command_line_whose_reader_leaves():
         os.close(writer)
     assert done.returncode == 141
     assert len(done.stderr.splitlines()) == 1, done.stderr  # what was chosen, said at the start
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_command_line_on_a_full_disk(monkeypatch, capfd):
+    """A line that says so, and no traceback."""
+    command = [sys.executable, "-m", PACKAGE, "Hi", *CPU, "--max-tokens", "6", "--ignore-eos"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "cannot write the text: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_callers_autocast_changes_nothing():
+    """Around a call it mixed dtypes within the model: an error of a library that nobody had heard of."""
+    llm = new_engine(dtype="float32")
+    alone = complete(llm, [65, 66], max_tokens=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert complete(llm, [65, 66], max_tokens=8) == alone
+        assert torch.is_autocast_enabled("cpu")
 
 
 class Recorder(io.StringIO):

@@ -251,6 +251,48 @@ def test_unknown_models(model):
         LLM(model)
 
 
+@pytest.mark.parametrize("model", ["x" * 5000, "~no-such-user-here/model"])
+def test_names_that_the_file_system_dislikes(model):
+    """A prompt in place of the model, or a home of nobody: an OSError with a traceback of the standard library."""
+    with pytest.raises(ValueError, match=f"model='{model[:20]}") as error:
+        LLM(model, device="cpu")
+    assert len(str(error.value)) < 400
+
+
+LONG = "data:image/png;base64," + "A" * 100_000
+LONG_INPUTS = {
+    "content part": lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": LONG}]}]),
+    "no list": lambda llm: llm.chat({"role": "user", "content": LONG}),
+    "no role": lambda llm: llm.chat([{"content": LONG}]),
+    "dict": lambda llm: llm.generate({"prompt": LONG}),
+    "list of dicts": lambda llm: llm.generate([{"prompt": LONG}]),
+    "stop": lambda llm: SamplingParams(stop=[LONG, 1]),
+    "stop ids": lambda llm: SamplingParams(stop_token_ids=LONG),
+    "params": lambda llm: llm.generate("a", LONG),
+}
+
+
+@pytest.mark.parametrize("call", LONG_INPUTS.values(), ids=LONG_INPUTS)
+def test_a_refusal_is_shorter_than_what_it_refuses(call):
+    """A picture of three megabytes came back as an error message of three megabytes."""
+    with pytest.raises(ValueError) as error:
+        call(engine())
+    assert len(str(error.value)) < 400
+
+
+def test_params_of_another_package_are_named():
+    """Each stage has its own: "SamplingParams(...): expected SamplingParams" helped nobody."""
+    other = type("SamplingParams", (), {"__module__": "some.other"})()
+    with refused("a some.other.SamplingParams", f"expected {SamplingParams.__module__}.SamplingParams"):
+        engine().generate("a", other)
+
+
+def test_seeds_of_any_size_for_random_weights():
+    """Beyond 64 bits it was an overflow in torch, without a name; the same seed was fine for sampling."""
+    one, two = (new_engine(load_format="dummy", seed=seed, max_model_len=64) for seed in (3, 3 + 2**64))
+    assert complete(one, [65, 66], max_tokens=8).token_ids == complete(two, [65, 66], max_tokens=8).token_ids
+
+
 def test_a_refused_call_uses_up_nothing():
     """One bad prompt among good ones: ids and drawn seeds go on as if the call had not been made."""
     texts = []

@@ -169,6 +169,7 @@ DAMAGED = {
     "a list": "[]",
     "null": "null",
     "git-lfs": "version https://git-l",
+    "too deep": "[" * 100_000,
 }
 JSON_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 JSON_FILES += ["model.safetensors.index.json"]
@@ -245,6 +246,14 @@ def test_folder_without_safetensors(folder):
     """pytorch_model.bin is a pickle, which can run code; it is not read."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+        load(folder)
+
+
+def test_weights_that_are_a_folder(folder):
+    """Half unpacked: "No such device", and not of which file."""
+    (folder / "model.safetensors").rename(folder / "weights")
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is no complete safetensors file"):
         load(folder)
 
 

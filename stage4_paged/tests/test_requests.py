@@ -1,6 +1,8 @@
 """Requests that come and go: ids, aborts, errors in a step, several streams, outputs that belong to somebody else."""
 
 import gc
+import sys
+import threading
 import weakref
 
 import pytest
@@ -469,3 +471,35 @@ def test_a_request_whose_logits_are_no_numbers_ends_alone():
     with pytest.raises(FloatingPointError, match="NaN or infinite"):
         llm.generate([[3, 3], [1, 2]], greedy(8), use_tqdm=False)
     assert llm.generate([[3, 3]], greedy(8), use_tqdm=False)[0].outputs[0].token_ids == good.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("request_id", [None, 7, ["0"], ("0", "1")])
+def test_an_id_to_abort_is_text(llm, request_id):
+    """A list, which other engines take, was a TypeError from inside."""
+    with pytest.raises(ValueError, match=r"request_id=.*one at a time"):
+        llm.abort_request(request_id)
+
+
+class Broken:
+    """A standard error that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def flush(self) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("stream", [Broken(), None], ids=["broken", "none"])
+def test_a_bar_that_cannot_be_drawn_costs_no_answer(llm, stream, monkeypatch):
+    """The answers were lost, and tqdm kept its lock: the next `generate` of another thread waited for ever."""
+    expected = llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        found = [llm.generate([[1, 2]], greedy(4))[0].outputs[0].token_ids for _ in range(2)]
+    assert found == [expected] * 2
+    others = []
+    thread = threading.Thread(target=lambda: others.extend(llm.generate([[1, 2]], greedy(4))), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(others) == 1

@@ -204,6 +204,14 @@ def test_unsupported_tensor_type_is_named(tmp_path, cache):
     assert "Q8_1" in refused(write_gguf(folder, tmp_path / "model.gguf", extra=extra), cache)
 
 
+@pytest.mark.parametrize("name", ["llama.block_count", "llama.embedding_length", "tokenizer.ggml.tokens"])
+def test_missing_metadata_is_named(name, tmp_path, cache):
+    """A file with the tokenizer alone, or with tensors alone: an AttributeError from inside of the reader."""
+    folder = make_checkpoint(tmp_path / "hf", "llama")
+    path = write_gguf(folder, tmp_path / "model.gguf", extra=lambda writer: writer.kv_data[0].pop(name))
+    assert f"lacks {name}" in refused(path, cache)
+
+
 def test_missing_tensor_is_named(tmp_path, cache):
     """transformers draws what is missing at random, with a warning."""
     folder = make_checkpoint(tmp_path / "hf", "llama")

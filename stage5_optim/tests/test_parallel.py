@@ -662,3 +662,32 @@ def test_large_sums_go_to_nccl():
         for prompt in prompts:
             wanted, found = engine_logprobs(one, prompt, 3), engine_logprobs(two, prompt, 3)
             assert wanted[0] == found[0] and (wanted[1] - found[1]).abs().max() < 1e-3
+
+
+FORKS = """
+import os, sys
+from {package} import LLM, SamplingParams
+llm = LLM("tiny", device="cpu", tensor_parallel_size=2)
+params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+for leave in (lambda: sys.exit(0), lambda: llm.close(), lambda: llm.generate([[65]], params)):
+    child = os.fork()
+    if child == 0:
+        try:
+            leave()
+        except ValueError as error:
+            os._exit(7 if "closed" in str(error) else 8)
+        sys.exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(len(llm.generate([[65, 66]], params, use_tqdm=False)[0].outputs[0].token_ids))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_ends_and_leaves_the_engine_to_its_parent(tmp_path):
+    """A child has none of gloo's threads, and waited at its exit for them to end. `tmp_path`: an import that was found
+    by way of the current folder must be found in the other ranks, too."""
+    script = f"import sys, os; sys.path.insert(0, ''); import {PACKAGE}; os.chdir({str(tmp_path)!r})"
+    env = os.environ | {"PYTHONPATH": ""}
+    command = [sys.executable, "-c", script + FORKS.format(package=PACKAGE)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0", "0", "7", "3"], done.stderr
