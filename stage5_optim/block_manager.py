@@ -138,6 +138,12 @@ class BlockManager:
             tokens = token_ids[i * self.block_size : (i + 1) * self.block_size]
             table.cached.append(self.prefix_cache.publish(parent, hashes[i], tokens, table.blocks[i]))
 
+    def unpublish(self, seq_id: str) -> None:
+        """Nobody finds the blocks of this sequence any more. Whoever holds one keeps it."""
+        if self.prefix_cache is not None:
+            for block in self._pool.tables[seq_id].blocks:
+                self.prefix_cache.evict(block)
+
     def num_blocks_to_grow(self, lengths: dict[str, int]) -> int:
         """How many free blocks `grow` would take; of sequences on the host, once they have been swapped in."""
         needed, writers = 0, {}  # shared last block -> how many of these sequences write into it

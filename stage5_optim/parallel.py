@@ -103,9 +103,7 @@ class Ranks(OneRank):
         self._num_checked = 0 if os.environ.get(CHECK) == "1" else None
         self.is_closed = False
         link.stop_sums = weakref.WeakMethod(self._stop_sums)
-        self._finalizer = weakref.finalize(
-            self, link.end
-        )  # an engine that nobody closes; and at the end of the program
+        self._finalizer = weakref.finalize(self, link.end)  # nobody closes it, or the program ends
         give_up = weakref.WeakMethod(self._give_up)
         os.register_at_fork(after_in_child=lambda: (here := give_up()) and here())
 

@@ -162,7 +162,9 @@ class Pipeline:
                 seq.append_tokens(token_ids[seq.seq_id])
                 if item.drafts:
                     self.speculator.take_back(item, len(token_ids[seq.seq_id]) - 1, record)
-                if seq.finish_reason != "error":  # its K and V may be no numbers, too
+                if seq.finish_reason == "error":  # its K and V may be no numbers, too, and those of a shared beginning
+                    self.scheduler.block_manager.unpublish(seq.seq_id)
+                else:
                     self.scheduler.publish(seq, seq.num_computed_tokens)
 
 

@@ -93,8 +93,9 @@ class Started(Link):
     def _start(self, message: tuple) -> None:
         ours, theirs = Pipe()
         call = f"main({theirs.fileno()}, {os.getpid()})"
-        here = Path(__file__).resolve().parents[1]  # "" in sys.path is a folder that may have changed since the import
-        path = [str(here), *(entry for entry in sys.path if isinstance(entry, str))]
+        here = str(Path(__file__).resolve().parents[1])
+        path = [entry or here for entry in sys.path if isinstance(entry, str)]  # "": a folder that may have changed
+        path += [] if here in path else [here]
         code = f"import sys; sys.path[:] = {path!r}; from {__package__}.worker import main; {call}"
         arguments = [sys.executable, "-c", code]
         env = os.environ | {"TQDM_DISABLE": "1"}  # bars are shown once

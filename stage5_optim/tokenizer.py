@@ -10,6 +10,7 @@ released once no later token can change or cut it:
 The joined pieces are the text of the output, and equal the decoding of all output ids at once.
 """
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -44,9 +45,12 @@ class Tokenizer:
         self._adds_bos = self.hf.bos_token_id is not None and self.hf.encode("")[:1] == [self.hf.bos_token_id]
 
     @cached_property
-    def has_byte_fallback(self) -> bool:
-        """Bytes that are no character spoil the good ones in front of them: it matters what is decoded together."""
-        return "ByteFallback" in str(self.hf.backend_tokenizer.decoder)
+    def byte_ids(self) -> frozenset[int]:
+        """Ids that stand for single bytes where the decoder puts them together. Those that are no character spoil the
+        good ones in front of them: it matters what is decoded at once."""
+        if "ByteFallback" not in str(self.hf.backend_tokenizer.decoder):
+            return frozenset()
+        return frozenset(i for token, i in self.hf.get_vocab().items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
 
     @property
     def eos_token_id(self) -> int | None:
@@ -131,7 +135,8 @@ class Detokenizer:
         """What has been released so far."""
         if self._unread:
             pieces = [self._unread]
-            if getattr(self._tokenizer, "has_byte_fallback", False):  # what is good of a run depends on what follows
+            bytes_ = getattr(self._tokenizer, "byte_ids", frozenset())
+            if not bytes_.isdisjoint(self._window + self._unread):  # what is good of a run depends on what follows
                 pieces = [[token_id] for token_id in self._unread]
             self._text += "".join(self._decode(piece) for piece in pieces)
             self._unread = []

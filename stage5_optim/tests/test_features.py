@@ -242,3 +242,21 @@ def test_logits_that_are_no_numbers_end_their_request_alone(options, count):
             "".join(llm.stream([1, 2], greedy(8)))
         assert is_clean(llm)
         assert min(drafts, default=0) >= 0
+
+
+def test_a_beginning_that_was_shared_with_no_numbers_is_not_kept():
+    """In front of a token without numbers, K and V of the same step are none either (0 * NaN is NaN), from the second
+    layer on: the cache kept them, and every later request with that system prompt failed."""
+    with new_engine(max_model_len=64, block_size=4, enable_prefix_caching=True) as llm:
+        weight = llm.model_runner.model.model.embed_tokens.weight
+        system, kept = [3, 4, 5, 6, 7, 8, 9, 10], weight[200].clone()
+        with torch.inference_mode():
+            weight[200] = math.nan
+        with pytest.raises(FloatingPointError):
+            llm.generate([[*system, 200]], greedy(4), use_tqdm=False)
+        with torch.inference_mode():
+            weight[200] = kept
+        found = llm.generate([[*system, 200]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+        llm.reset_prefix_cache()
+        assert found == llm.generate([[*system, 200]], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+        assert is_clean(llm)
