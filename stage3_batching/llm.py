@@ -145,7 +145,8 @@ class LLM:
 
         For a list of several prompts the pieces come as (index of the prompt, piece). Several streams may be open at
         the same time: whichever is asked for its next piece drives the engine for all. Bad input raises ValueError
-        here, another request's error in a shared step RuntimeError. Closing the iterator ends the request.
+        here, another request's error in a shared step
+        RuntimeError, logits that are no numbers FloatingPointError. Closing the iterator ends the request.
         """
         with self._lock:
             seqs = self._make_sequences(prompt, sampling_params)

@@ -168,7 +168,7 @@ class LLM:
         For several prompts, or n > 1, the pieces come as (index, piece): the index counts the samples of the first
         prompt, then those of the second. Several streams may be open at the same time: whichever is asked for its next
         piece drives the engine for all. Bad input raises ValueError here, another request's error in a shared step
-        RuntimeError. Closing the iterator ends the request.
+        RuntimeError, logits that are no numbers FloatingPointError. Closing the iterator ends the request.
         """
         with self._lock:
             groups = self._make_groups(prompt, sampling_params)
